@@ -60,6 +60,12 @@ class Script:
             raise TimeoutError(f"{self._process.pid} still runs after {timeout} s")
         return self._process.exitcode
 
+    @property
+    def pid(self) -> int:
+        pid: int | None = self._process.pid
+        assert pid is not None
+        return pid
+
     def kill(self) -> None:
         self._process.kill()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.live_form import check_equal, send_live_form
 from rollout.engine.updates.live_weights import live_adapters, live_weights
-from rollout.errors import ConfigError, SourceFailed, VersionConflict
+from rollout.errors import SourceFailed, VersionConflict
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.weight_sync.protocol.membership import SendTo
@@ -20,24 +20,13 @@ def send_live(
     here; ``UpdateInProgress`` where an update of this engine has waited for it. ``shown``: our own
     certificate, where the other asks for one.
     """
-    tls = _tls(request, shown)
+    tls = ClientTls.of_peer(request.tls_ca, request.tls_server_name, shown)
     peer = RolloutClient(request.address, request.token or None, request.timeout, tls)
     try:
         there = peer.info()  # before any lease: who does not answer keeps no update waiting
         return _send(coordinator, request, peer, there)
     finally:
         peer.close()
-
-
-def _tls(request: SendTo, shown: ServerTls | None) -> ClientTls | None:
-    if not request.tls_ca:
-        return None
-    if not request.tls_ca.startswith("-----BEGIN"):
-        raise ConfigError("tls_ca is an authority's certificates in PEM, never a path")
-    return ClientTls(
-        ca=request.tls_ca, server_name=request.tls_server_name or None,
-        cert=None if shown is None else shown.cert, key=None if shown is None else shown.key,
-    )  # fmt: skip
 
 
 def _send(

@@ -21,7 +21,8 @@ from rollout.errors import (
 )
 from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.calls import Calls
-from rollout.fleet.channel import CommittedUpdates, FleetChannel
+from rollout.fleet.channel import FleetChannel
+from rollout.fleet.committed import CommittedUpdates
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.gathering import gather
 from rollout.fleet.hold import Hold

@@ -6,15 +6,16 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed, VersionConflict
 from rollout.fleet.actions import Adapters
+from rollout.fleet.committed import Committed, CommittedUpdates
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.hosts import FRONT, HostMemory, Part, by_host
+from rollout.fleet.hosts import FRONT, HostMemory, Part, by_host, pairs
 from rollout.fleet.transaction import Transaction
 from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.adapters import HeldAdapter, adapter_digest, digest_of_all
@@ -33,38 +34,6 @@ from rollout.wire.codec import to_plain
 
 JOIN_WAIT = 5.0  # seconds until a member that joins by it takes the update, or is left out
 AHEAD = 2  # buckets under way to every member
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Committed:
-    """An update that is over; ``sealed``: the sum of the digests that it was sealed with."""
-
-    begun: Begun
-    sealed: int
-    receipt: UpdateReceipt
-
-    def check_same(self, seal: Seal) -> None:
-        if total(seal.digests.values()) != self.sealed:
-            raise VersionConflict(
-                f"update {self.begun.update_id} is committed as version {self.receipt.version} "
-                "with other weights; another update needs an update_id of its own"
-            )
-
-
-class CommittedUpdates:
-    """The ``kept`` last ones by their ids: one that comes again is answered by what it did."""
-
-    def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._found: dict[str, _Committed] = {}
-
-    def find(self, update_id: str) -> _Committed | None:
-        return self._found.get(update_id)
-
-    def add(self, update: _Committed) -> None:
-        self._found[update.begun.update_id] = update
-        while len(self._found) > self._kept:
-            del self._found[next(iter(self._found))]
 
 
 class FleetChannel:
@@ -95,7 +64,7 @@ class FleetChannel:
         self._asked: UpdateRequest | None = None  # as it came, for a begin that is repeated
         self._request: UpdateRequest | None = None
         self._begun: Begun | None = None
-        self._replays: _Committed | None = None  # whose id came once more
+        self._replays: Committed | None = None  # whose id came once more
         self._receipt: UpdateReceipt | None = None
         self._seal: Seal | None = None
         self._closed = False
@@ -167,7 +136,7 @@ class FleetChannel:
         self._request = replace(request, version=version)
         # Nobody depends on a member that joins, where there is another.
         links = sorted(self._of.links.values(), key=lambda link: link.joins)
-        self._parts = {x.name: Part(x.name, x.client.open(), x.place) for x in links}
+        self._parts = {x.name: Part(x.name, x.client.open(), x.place, x.relays) for x in links}
         self._begin_all(self._request)
         return Begun(
             update_id=request.update_id, epoch=live[0], base_version=live[1], version=version
@@ -201,7 +170,11 @@ class FleetChannel:
 
         def take(part: Part) -> None:
             self._announce(part, index)
-            part.channel.wait(index, timeout)
+            first, lost = part.channel.took(index, timeout)
+            if lost:
+                part.is_lost(first, lost)
+                self._announce(part, index)
+                part.channel.wait(index, timeout)
 
         self._each(lambda part: None if part.name in second else take(part))
         if second:
@@ -240,6 +213,7 @@ class FleetChannel:
                 request.transport,
                 front_sent_bytes={**self._sent, **{part.name: part.sent for part in parts}},
                 members_map={part.name: part.maps for part in parts if part.maps},
+                members_fed_by={part.name: part.fed_by for part in parts if not part.maps},
             )
         return self._receipt
 
@@ -264,7 +238,7 @@ class FleetChannel:
         assert self._begun is not None
         assert self._seal is not None
         sealed = total(self._seal.digests.values())
-        self._updates.add(_Committed(begun=self._begun, sealed=sealed, receipt=receipt))
+        self._updates.add(Committed(begun=self._begun, sealed=sealed, receipt=receipt))
 
     def _is_whole(self, request: UpdateRequest) -> bool:
         """Whether it brings all that a member holds."""
@@ -274,7 +248,9 @@ class FleetChannel:
         return not adapters and not builds_on and components <= set(request.components)
 
     def _begin_all(self, request: UpdateRequest) -> None:
-        """Each member's part, with the bytes, or an offer of memory that they will lie in."""
+        """Each member's part, with the bytes, or an offer of memory that they will lie in, or
+        another that will bring them.
+        """
         near, shared = by_host(self._parts.values())
         alone = len(near) == len(self._parts)
         if request.transport == "ipc":
@@ -285,19 +261,25 @@ class FleetChannel:
             part.maps = FRONT
         firsts = {group[0].name: group for group in shared.values()}
         others = {part.name for group in shared.values() for part in group[1:]}
+        fed = [part for part in self._parts.values() if part.name not in others and not part.maps]
+        chained = sum(part.relays for part in fed) > 1
         offers: dict[str, Mapping[str, Any]] = {}
+
+        def begin_fed(part: Part) -> None:
+            # A share is the stream's business, whose grace would outlive this front.
+            relays = chained and part.relays
+            shares = part.name in firsts or (relays and bool(part.host))
+            offer = to_plain(StreamOffer(shares=shares, relays=relays)) if shares or relays else {}
+            begun = self._begin_part(part, "inline", offer)
+            part.feed, offers[part.name] = begun.feed, begun.shared
 
         def begin(part: Part) -> None:
             if part.name in others:
                 return
             if part.maps:
                 self._begin_part(part, "ipc", self._memory.offer)
-            elif part.name in firsts:
-                # A share is the stream's business, whose grace would outlive this front.
-                offer = to_plain(StreamOffer(shares=True))
-                offers[part.name] = self._begin_part(part, "inline", offer).shared
             else:
-                self._begin_part(part, "inline", {})
+                begin_fed(part)
 
         def begin_other(part: Part) -> None:
             if part.name not in others:
@@ -308,14 +290,30 @@ class FleetChannel:
                 part.maps = first
                 self._begin_part(part, "ipc", offer)
             else:
-                self._begin_part(part, "inline", {})
+                begin_fed(part)
 
         self._each(begin, begins=True)
         if others:
             self._each(begin_other, begins=True)
-        if others or (near and self._memory.offer and request.transport != "ipc"):
+        if chained:
+            self._chain(request)
+        if others or chained or (near and self._memory.offer and request.transport != "ipc"):
             # Its name goes with the first bucket.
             self._each(lambda part: part.channel.wait(0, request.timeout))
+
+    def _chain(self, request: UpdateRequest) -> None:
+        """Have each member that can be fed take what comes on to the next one."""
+        next_of = pairs(self._parts.values())
+
+        def forward(part: Part) -> None:
+            if (to := next_of.get(part.name)) is not None:
+                wanted = self._of.links[to.name].forwarding(request, to.feed)
+                if problem := part.channel.forward(wanted):
+                    to.fed_by = f"{FRONT}: {part.name} does not reach it: {problem}"[:300]
+                else:
+                    to.feeder = to.fed_by = part.name
+
+        self._each(forward)
 
     def _begin_joining(self, part: Part, request: UpdateRequest) -> Begun:
         """On a member that does not serve: it keeps the others waiting for a bounded time alone."""
@@ -351,9 +349,10 @@ class FleetChannel:
 
     def _announce(self, part: Part, last: int) -> None:
         """The buckets up to ``last`` that it has not been told of: by themselves where it finds the
-        bytes in memory that it maps; with them where it maps none, or its writer is gone.
+        bytes in memory that it maps, or is fed until it says otherwise; with them where nobody else
+        brings them.
         """
-        brings = not part.maps or (part.maps != FRONT and part.maps not in self._parts)
+        brings = not part.feeder and part.maps != FRONT and part.maps not in self._parts
         for index in sorted(self._left):
             if part.got <= index <= last:
                 header, payload = self._left[index]

@@ -478,7 +478,7 @@ class Fleet:
         try:
             before = link.control.info()
             self.check_kind(before)
-            link.place = place_of(before)
+            link.place, link.relays = place_of(before), "relays" in before.features
             models = total(link.client.digests(link.client.timeout).values())
             found = _Found.of(link.control.info(), models)
             if found != _Found.of(before, models):
@@ -512,7 +512,7 @@ class Fleet:
             receipt = donor.client.send_to(link.sending(action.version, FILL_TIMEOUT))
             adapters = total(adapter.digest for adapter in receipt.adapters.values())
             info = link.control.info()
-            link.place = place_of(info)
+            link.place, link.relays = place_of(info), "relays" in info.features
             found = _Found.of(info, (receipt.digest - adapters) & MASK)
         except RolloutError as error:
             why = f"bringing it up to date from {action.donor} failed: {error}"

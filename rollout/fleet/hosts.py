@@ -1,18 +1,26 @@
-"""How the bytes of an update reach members: once to each host, which its members share there."""
+"""How the bytes of an update reach members: from host to host, whose members share them there.
+
+Hosts form a chain: the front sends to the first, and each takes what comes on to the next while it
+comes. In a chain every uplink, the front's too, carries one copy, so with bytes under way
+everywhere at once it is as fast as one link, a little later at each hop (a chunk of 2 MiB); two
+buckets of 64 MiB under way keep thirty hosts busy. A tree of fan-out 2 has fewer hops, but its
+inner hosts send two copies, beside the tokens that they serve, at half the speed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from rollout.errors import TransferFailed
+from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     UpdateRequest,
-    WeightChannel,
     WeightInfo,
 )
 from rollout.weight_sync.transports.host import host_id
@@ -32,14 +40,20 @@ def place_of(info: WeightInfo) -> str:
 class Part:
     """A member's part of an update.
 
-    ``host``: as ``place_of``. ``maps``: whose memory its ranks read, a member's or the front's; ""
-    where buckets come with their bytes. ``got``: how many buckets were announced to it.
+    ``host``: as ``place_of``. ``relays``: whether it may be one of a chain. ``maps``: whose memory
+    its ranks read, a member's or the front's; "" where bytes are sent to it: by ``feeder``, a
+    member, or "", the front. ``feed``: what the feeder has to know. ``fed_by``: for the receipt.
+    ``got``: how many buckets were announced to it.
     """
 
     name: str
-    channel: WeightChannel
+    channel: GrpcWeightChannel
     host: str
+    relays: bool = False
     maps: str = ""
+    feed: str = ""
+    feeder: str = ""
+    fed_by: str = FRONT
     got: int = 0
     sent: int = 0  # bytes
 
@@ -48,6 +62,11 @@ class Part:
         if payload is not None:
             self.sent += header.nbytes
         self.channel.bucket(header, payload)
+
+    def is_lost(self, index: int, why: str) -> None:
+        """Its feeder did not bring bucket ``index``: from there on the front sends to it."""
+        self.fed_by = f"{self.feeder}; {FRONT} from bucket {index} on: {why}"[:300]
+        self.feeder, self.got = "", index
 
 
 @dataclass(slots=True)
@@ -94,6 +113,11 @@ class HostMemory:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
+
+
+def pairs(parts: Iterable[Part]) -> dict[str, Part]:
+    """The chain of those that can be fed: who follows each, by name."""
+    return {one.name: other for one, other in pairwise(part for part in parts if part.feed)}
 
 
 def by_host(parts: Iterable[Part]) -> tuple[list[Part], dict[str, list[Part]]]:

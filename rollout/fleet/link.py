@@ -12,8 +12,9 @@ from rollout.errors import ConfigError, EngineClosed, RolloutError
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls
+from rollout.weight_sync.protocol.link import Forward
 from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest
 
 LOOK_AGAIN = 30.0  # seconds until it is looked at once more why it does not answer
 
@@ -34,6 +35,7 @@ class Link:
     met: bool = False  # whether ``client`` knows what it can do
     verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
     place: str = ""  # of the memory that its ranks can map: ``place_of``
+    relays: bool = False  # whether it takes bytes on to other hosts
     held: object = None  # the life of the engine and what it is held in; None where unknown
     # By update: what it answered to the commit, and when.
     receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)
@@ -63,6 +65,14 @@ class Link:
             address=self.client.address, token=self.token or "", version=version, timeout=timeout,
             tls_ca="" if tls is None else tls.ca_text,
             tls_server_name="" if tls is None else tls.server_name or "",
+        )  # fmt: skip
+
+    def forwarding(self, request: UpdateRequest, secret: str) -> Forward:
+        """What another member is told that is to bring this one an update's bytes."""
+        way = self.sending(0, request.timeout)
+        return Forward(
+            address=way.address, token=way.token, tls_ca=way.tls_ca, timeout=way.timeout,
+            tls_server_name=way.tls_server_name, update_id=request.update_id, secret=secret,
         )  # fmt: skip
 
     def ask(self, grant: Grant) -> Standing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,7 @@ from rollout.rpc.http_port import http_problem
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.rpc.tls import problem as tls_problem
-from rollout.rpc.update_channel import GrpcWeightChannel
+from rollout.rpc.update_channel import GrpcWeightChannel, feed
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
 from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.unload import unload
@@ -250,6 +250,13 @@ class RolloutClient:
             check_partial=self._check_partial,
             committed=self.committed,
         )
+
+    def feed(self, commands: Iterator[Any], timeout: float) -> Any:
+        """Bring an update there its buckets, by a stream of ``commands``: the call, once it was
+        accepted, within ``timeout`` seconds.
+        """
+        with self._connection.errors():
+            return feed(self._connection.sync(), self._connection.metadata, commands, timeout)
 
     joins = True
 

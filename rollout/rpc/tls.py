@@ -66,6 +66,20 @@ class ClientTls:
         if (self.cert is None) != (self.key is None):
             raise ConfigError("a client's certificate needs its key, and the key its certificate")
 
+    @classmethod
+    def of_peer(cls, ca: str, server_name: str, shown: ServerTls | None) -> ClientTls | None:
+        """For a peer of which another has told us: the text of its authority ("": it speaks no
+        TLS) and the name in its certificate. ``shown``: our server's own, where it asks for one.
+        """
+        if not ca:
+            return None
+        if not ca.startswith(_BEGIN):
+            raise ConfigError("tls_ca is an authority's certificates in PEM, never a path")
+        return cls(
+            ca=ca, server_name=server_name or None,
+            cert=None if shown is None else shown.cert, key=None if shown is None else shown.key,
+        )  # fmt: skip
+
     def credentials(self) -> Any:
         return grpc.ssl_channel_credentials(
             _read(self.ca, "authority"),

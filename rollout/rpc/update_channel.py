@@ -17,7 +17,7 @@ from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import UPDATE, command_to_wire, document
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import error_from_rpc, is_typed
-from rollout.weight_sync.protocol.link import StreamOffer
+from rollout.weight_sync.protocol.link import Forward, StreamOffer
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -40,6 +40,27 @@ _LOST = frozenset(
 )  # what a broken connection looks like, where no server of ours wrote the error
 
 
+def feed(channel: grpc.Channel, metadata: Any, commands: Iterator[Any], timeout: float) -> Any:
+    """The call of a feed, once it was answered; ``grpc.RpcError`` where it was not."""
+    call = _update_of(channel)(commands, metadata=metadata)
+    watch = threading.Timer(timeout, call.cancel)
+    watch.daemon = True
+    watch.start()
+    try:
+        next(call)
+    finally:
+        watch.cancel()
+    return call
+
+
+def _update_of(channel: grpc.Channel) -> Any:
+    return channel.stream_stream(
+        UPDATE,
+        request_serializer=command_to_wire,
+        response_deserializer=pb.UpdateEvent.FromString,
+    )
+
+
 class GrpcWeightChannel:
     """Commands go out in order, each but a bucket is answered by one event; the server makes the
     same calls on the engine's channel that this one receives. Buckets are pipelined: a failure of
@@ -59,11 +80,7 @@ class GrpcWeightChannel:
         check_partial: Callable[[], None],
         committed: Callable[..., None],
     ) -> None:
-        self._update = channel.stream_stream(
-            UPDATE,
-            request_serializer=command_to_wire,
-            response_deserializer=pb.UpdateEvent.FromString,
-        )
+        self._update = _update_of(channel)
         self._address, self._metadata = address, metadata
         self._check_partial, self._committed = check_partial, committed
         self._aborted: str | None = None
@@ -120,10 +137,24 @@ class GrpcWeightChannel:
         return None  # chunks are sent from wherever they lie
 
     def wait(self, index: int, timeout: float) -> None:
+        first, lost = self.took(index, timeout)
+        if lost:
+            raise TransferFailed(f"{self._address} has no bucket {first}: {lost}")
+
+    def took(self, index: int, timeout: float) -> tuple[int, str]:
+        """``wait`` for a bucket that a feed may have brought: the first one that it did not bring,
+        and why; "" where it did. From that one on they are to be sent again, with their bytes.
+        """
         self._send(wait=pb.Wait(index=index, timeout=timeout))
-        self._reply("taken", timeout + GRACE, f"bucket {index}")
+        taken = self._reply("taken", timeout + GRACE, f"bucket {index}")
         # Its buffer is the caller's again: it must not be read from here on.
         self._outbox.received(self._ends.pop(index, 0))
+        return taken.index, str(taken.lost)
+
+    def forward(self, wanted: Forward) -> str:
+        """Have the engine take what comes on to another; why it cannot, "" where it does."""
+        self._send(forward=document(wanted))
+        return str(self._reply("forwarding", wanted.timeout + GRACE).problem)
 
     def seal(self, seal: Seal) -> None:
         if self._replaced:

@@ -42,6 +42,8 @@ def doors(engines, tls):
 def test_updates_calls_and_joins_of_a_fleet_go_over_mutual_tls(engines, tmp_path, made, trained):
     ours = {"cert": made("ours.pem"), "key": made("ours.key")}
     client = ClientTls(ca=made("ours-ca.pem"), **ours)
+    for number, engine in enumerate(engines):
+        engine._async.backend._coordinator._host = f"host {number}"  # as it will say
     with doors(engines, ServerTls(client_ca=made("ours-ca.pem"), **ours)) as addresses:
         first = [SimpleNamespace(address=address) for address in addresses[:2]]
         front = Front(tmp_path / "record", first, tls=client)
@@ -52,6 +54,10 @@ def test_updates_calls_and_joins_of_a_fleet_go_over_mutual_tls(engines, tmp_path
             fleet.add(addresses[2].replace("127.0.0.1", "localhost"), ask=True)
             fleet.wait_serving(3, 60.0)  # sent by a member, which showed its own certificate
             assert [engine.weight_version for engine in engines] == [1, 1, 1]
+            receipt = front.rollout.update_weights(trained, transport="inline")
+            names = [link.name for link in fleet.links()]  # each takes the bytes on to the next
+            fed = dict(zip(names, ["the front", *names], strict=False))
+            assert receipt.details["members_fed_by"] == fed
             assert front.rollout.check_weights(trained).equal
             assert front.rollout.generate([[1, 2]], GREEDY)[0].finished
         finally:

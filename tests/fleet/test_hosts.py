@@ -1,12 +1,17 @@
 """The bytes of an update reach each host once; its members share them there."""
 
+import time
+from dataclasses import replace
+
 import pytest
 from fleet_front import ENGINE, Front
 from tiny_models import write_tiny
 
 from rollout import Rollout
 from rollout.errors import EngineClosed, TransferFailed
+from rollout.fleet.link import Link
 from rollout.rpc.update_channel import GrpcWeightChannel
+from rollout.server.grpc.relay import Forwarder
 from rollout.server.grpc.sharing import SharingChannel
 
 WAIT = 30.0  # seconds: for hangs
@@ -96,8 +101,100 @@ def test_a_member_whose_neighbours_read_its_memory_may_die(
         front.close()
 
 
+@pytest.fixture
+def far(spread_out):
+    """Four engines on three hosts, none of which is the front's, say their announcements."""
+    for member, host in zip(spread_out, ("one", "one", "two", "three"), strict=True):
+        member._async.backend._coordinator._host = host
+    return spread_out
+
+
+def told(receipt):
+    return receipt.details["members_fed_by"]
+
+
+def test_hosts_take_the_bytes_on_to_the_next(far, sent, tmp_path, trained):
+    front = Front(tmp_path / "record", far)
+    try:
+        front.fleet.wait_serving(4, WAIT)
+        first, second, third, fourth = front.names
+        for encoding in ("full", "delta"):
+            sent.clear()
+            receipt = front.rollout.update_weights(trained, encoding=encoding, **OPTIONS)
+            assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+            once = receipt.wire_bytes
+            expected = {first: once, second: 0, third: 0, fourth: 0}
+            assert receipt.details["front_sent_bytes"] == expected
+            assert sent == expected
+            assert receipt.details["members_map"] == {second: first}
+            assert told(receipt) == {first: "the front", third: first, fourth: third}
+            assert all(one.check_weights(trained).equal for one in far)
+    finally:
+        front.close()
+
+
+@pytest.mark.parametrize("how", ["breaks off", pytest.param("is silent", marks=pytest.mark.more)])
+def test_a_feed_that_fails_is_gone_on_with_by_the_front(
+    far, sent, tmp_path, trained, monkeypatch, how
+):
+    front = Front(tmp_path / "record", far)
+    command, begun = Forwarder.command, []
+
+    def fails(self, memory, have):
+        # The first of the two, within bucket 3: with its announcement it ends.
+        begun[:] = begun or [self]
+        if self is begun[0] and self.index >= 3 and self._at >= 0:
+            if how == "breaks off":
+                raise OSError("no more")
+            time.sleep(3)
+        return command(self, memory, have)
+
+    monkeypatch.setattr(Forwarder, "command", fails)
+    monkeypatch.setattr("rollout.server.grpc.relay.SILENCE", (1.0, 1.5))
+    try:
+        front.fleet.wait_serving(4, WAIT)
+        receipt = front.rollout.update_weights(trained, **OPTIONS)
+        assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+        first, _, *others = front.names
+        cut = next(name for name in others if "the front from bucket" in told(receipt)[name])
+        whole, size = receipt.wire_bytes, OPTIONS["bucket_bytes"]
+        assert "the front from bucket 3 on: " in told(receipt)[cut]
+        assert sent[first] == whole
+        assert whole - 4 * size < sent[cut] <= whole - 2 * size
+        assert all(one.check_weights(trained).equal for one in far)
+    finally:
+        front.close()
+
+
+def test_a_host_that_the_others_do_not_reach_or_are_too_old_for_is_sent_to_by_the_front(
+    far, sent, tmp_path, trained, monkeypatch
+):
+    front = Front(tmp_path / "record", far)
+    forwarding = Link.forwarding
+    monkeypatch.setattr(
+        Link, "forwarding", lambda *given: replace(forwarding(*given), address="127.0.0.1:1")
+    )
+    try:
+        front.fleet.wait_serving(4, WAIT)
+        first, second, third, fourth = front.names
+        receipt = front.rollout.update_weights(trained, **OPTIONS)
+        once = receipt.wire_bytes
+        assert sent == {first: once, second: 0, third: once, fourth: once}
+        assert told(receipt)[first] == "the front"
+        assert "does not reach it: " in told(receipt)[third]
+        assert "127.0.0.1:1" in told(receipt)[third]
+        monkeypatch.undo()
+        front.fleet.links()[2].relays = False  # as one that knows nothing of it says
+        receipt = front.rollout.update_weights(trained, **OPTIONS)
+        assert told(receipt) == {first: "the front", third: "the front", fourth: first}
+        assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+        assert all(one.check_weights(trained).equal for one in far)
+    finally:
+        front.close()
+
+
 @pytest.mark.more
-def test_a_host_without_room_gets_a_copy_for_each_member(
+def test_members_of_a_host_without_room_take_the_bytes_on_to_each_other(
     spread_out, sent, tmp_path, trained, monkeypatch
 ):
     front = Front(tmp_path / "record", spread_out)
@@ -109,7 +206,7 @@ def test_a_host_without_room_gets_a_copy_for_each_member(
     try:
         front.fleet.wait_serving(4, WAIT)
         receipt = front.rollout.update_weights(trained, transport="inline", **OPTIONS)
-        assert set(sent.values()) == {receipt.wire_bytes}
+        assert sorted(sent.values()) == [0, 0, 0, receipt.wire_bytes]
         assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
         assert receipt.details["members_map"] == {}
         assert all(one.check_weights(trained).equal for one in spread_out)

@@ -19,6 +19,7 @@ import asyncio
 import queue
 import secrets
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +31,11 @@ from rollout.errors import RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.server.grpc.lanes import Lane, Lanes
+from rollout.server.grpc.relay import Relays
 from rollout.server.grpc.services import checked
 from rollout.server.grpc.sharing import SharingChannel
 from rollout.weight_sync.protocol.bucket import check_size
-from rollout.weight_sync.protocol.link import StreamOffer
+from rollout.weight_sync.protocol.link import Forward, StreamOffer
 from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest, WeightChannel
 from rollout.wire.codec import from_json, parsed
 from rollout.wire.frames import tensor_bytes
@@ -52,8 +54,8 @@ class _LastOf:
 class HeldUpdates:
     """The updates of one service that a new connection may go on with; used in its loop alone."""
 
-    def __init__(self) -> None:
-        self._updates: dict[str, UpdateStream] = {}
+    def __init__(self, relays: Relays | None = None) -> None:
+        self.relays, self._updates = relays or Relays(), dict[str, UpdateStream]()
 
     def find(self, resume: Any) -> UpdateStream:
         """The update that a resume or join names, if it knows its secret; or ``TransferFailed``."""
@@ -98,6 +100,7 @@ class UpdateStream:
         self._grace = 0.0
         self._limit = 0  # bytes of a bucket, as agreed on
         self.secret = ""
+        self._shares: SharingChannel | None = None
         self.lanes: Lanes | None = None
         self._thread = threading.Thread(target=self._run, name="rollout-lease", daemon=True)
         self._thread.start()
@@ -263,8 +266,12 @@ class UpdateStream:
                 raise TransferFailed(
                     f"a wait of {command.wait.timeout} s: 0 to {MAX_TIMEOUT} it may be"
                 )
-            self._channel.wait(command.wait.index, command.wait.timeout)
-            return pb.UpdateEvent(taken=pb.Taken(index=command.wait.index))
+            return self._wait(command.wait.index, command.wait.timeout)
+        if kind == "forward":
+            if self._shares is None:
+                raise TransferFailed("this update's bytes go no further: its begin said nothing")
+            problem = self._shares.forward(from_json(Forward, command.forward.json))
+            return pb.UpdateEvent(forwarding=pb.Forwarding(problem=problem))
         if kind == "seal":
             seal = from_json(Seal, command.seal.json)
             self._channel.seal(seal)
@@ -283,8 +290,9 @@ class UpdateStream:
     def _begin(self, request: UpdateRequest) -> Any:
         self._limit = request.bucket_bytes
         stream = StreamOffer.of(request)
-        if stream.shares:
-            self._channel = SharingChannel(self._channel)
+        if stream.shares or stream.relays:
+            self._shares = SharingChannel(self._channel, self._held.relays)
+            self._channel = self._shares
         begun = document(self._channel.begin(request))
         if not stream.grace:
             return pb.UpdateEvent(begun=begun)
@@ -294,6 +302,14 @@ class UpdateStream:
         secret = secrets.token_hex(16)
         self._tell(self._hold, request.update_id, stream.grace, secret)
         return pb.UpdateEvent(begun=begun, secret=secret)
+
+    def _wait(self, index: int, timeout: float) -> Any:
+        lost, deadline = "", time.monotonic() + timeout
+        if self._shares is not None:
+            lost, index = self._shares.brought(index, timeout)
+        if not lost:
+            self._channel.wait(index, max(0.0, deadline - time.monotonic()))
+        return pb.UpdateEvent(taken=pb.Taken(index=index, lost=lost))
 
     def _joined(self) -> Any:
         if type(self._channel) is not Lane:
@@ -322,7 +338,10 @@ class UpdateStream:
         bucket = self._bucket
         if bucket is None:
             raise TransferFailed("bytes without a bucket")
-        if bucket.add(chunk):
+        whole = bucket.add(chunk)
+        if self._shares is not None:
+            self._shares.arrived(bucket.have)
+        if whole:
             self._bucket = None
             self._channel.bucket(bucket.header, bucket.payload)
 
@@ -338,6 +357,10 @@ class _IncomingBucket:
         self.header = header
         self.payload = torch.empty(nbytes, dtype=torch.uint8) if room is None else room
         self._left = tensor_bytes(self.payload)
+
+    @property
+    def have(self) -> int:
+        return self.header.nbytes - len(self._left)
 
     def add(self, chunk: bytes | memoryview) -> bool:
         """Whether that was the last of it."""

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from rollout.errors import EngineClosed, TransferFailed
+from rollout.errors import EngineClosed, RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.rpc.tls import ServerTls
+from rollout.server.grpc.relay import Relay, Relays
 from rollout.server.grpc.services import (
     abort_with,
     answers,
@@ -43,8 +44,9 @@ if TYPE_CHECKING:
 class WeightSyncService:
     def __init__(self, rollout: AsyncRollout, tls: ServerTls | None = None) -> None:
         """``tls``: what it is served with, which it shows to engines that it sends weights to."""
-        self._tls = tls
-        self._rollout, self._held, self._verbs = rollout, HeldUpdates(), Verbs(rollout)
+        self._tls, self._relays = tls, Relays(tls)
+        self._rollout, self._verbs = rollout, Verbs(rollout)
+        self._held = HeldUpdates(self._relays)
         self._open: set[UpdateStream] = set()
 
     @answers
@@ -124,6 +126,12 @@ class WeightSyncService:
         commands, update = aiter(commands), None
         try:
             first = checked(await anext(commands, None))
+            if first is not None and first.HasField("feed"):
+                relay = self._relays.find(first.feed)
+                relay.join()
+                yield pb.UpdateEvent(begun=pb.WeightDocument())
+                await _fed(relay, commands)
+                return
             resume = first.resume if first is not None and first.HasField("resume") else None
             if resume is not None:
                 update = self._held.find(resume)
@@ -160,6 +168,20 @@ class WeightSyncService:
     def close(self) -> None:
         """The server stops: what waits for its client to come back is given up."""
         self._held.end()
+
+
+async def _fed(relay: Relay, commands: AsyncIterator[Any]) -> None:
+    """Until the feed ends, or brings what it may not."""
+    why = "its feed broke off"
+    try:
+        async for command in commands:
+            await asyncio.to_thread(relay.take, checked(command))
+        why = "its feed ended"
+    except RolloutError as error:
+        why = str(error)
+        raise
+    finally:
+        relay.leave(why)
 
 
 async def _behind(first: Any, commands: AsyncIterator[Any]) -> AsyncIterator[Any]:

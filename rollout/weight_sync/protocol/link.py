@@ -10,13 +10,14 @@ from typing import Annotated, Protocol
 from msgspec import Meta
 
 from rollout.errors import RolloutError
+from rollout.weight_sync.protocol.membership import MAX_AUTHORITIES
 from rollout.weight_sync.protocol.messages import (
     UpdateReceipt,
     UpdateRequest,
     WeightChannel,
     WeightInfo,
 )
-from rollout.wire.codec import ADDED, Seconds, from_plain
+from rollout.wire.codec import ADDED, Seconds, Text, from_plain
 
 _POLL = 0.05  # seconds between questions
 
@@ -27,17 +28,35 @@ class StreamOffer:
 
     ``grace``: seconds for which the lease outlives a broken connection; 0 ends it at once.
     ``senders``: trainer ranks that each have a stream. ``shares``: what arrives is for the engine's
-    neighbours, too, and is to lie in memory that they can map: ``Begun.shared``.
+    neighbours, too, and is to lie in memory that they can map: ``Begun.shared``. ``relays``: it may
+    come by a feed from another host (``Begun.feed``), and go on to the next (``Forward``).
     """
 
     grace: Seconds = 0.0
     senders: Annotated[int, Meta(ge=1)] = 1
     shares: bool = field(default=False, metadata=ADDED)
+    relays: bool = field(default=False, metadata=ADDED)
 
     @classmethod
     def of(cls, request: UpdateRequest) -> StreamOffer:
         """What is said of it, or the defaults: other transports say nothing."""
         return from_plain(cls, dict(request.offer)) if "grace" in request.offer else cls()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """Take an update's buckets on to the engine at ``address`` ("host:port"), as they come.
+
+    ``secret``: the ``Begun.feed`` of its own part of the update. The others are as ``SendTo``'s.
+    """
+
+    address: Text
+    token: Text = ""
+    tls_ca: Annotated[str, Meta(max_length=MAX_AUTHORITIES)] = ""
+    tls_server_name: Text = ""
+    update_id: Text
+    secret: Text
+    timeout: Seconds
 
 
 class WeightLink(Protocol):

@@ -191,7 +191,8 @@ class Begun:
 
     If trainer ranks will send to engine ranks directly: ``wants`` says what each engine rank takes,
     and ``layout`` is its digest; ``wants`` is None if the request showed that it is known.
-    ``shared``: the offer of memory that an engine's neighbours read its buckets in.
+    ``shared``: the offer of memory that an engine's neighbours read its buckets in. ``feed``: what
+    a peer has to present that brings the buckets; "" where none may.
     """
 
     update_id: Text
@@ -201,6 +202,7 @@ class Begun:
     layout: Text = ""
     wants: Wants | None = None
     shared: Table[Any] = field(default_factory=dict, metadata=ADDED)
+    feed: Text = field(default="", metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True)
