@@ -28,7 +28,7 @@ from rollout.weight_sync.trainer.weight_report import CheckLink, check_weights
 from rollout.weight_sync.versions.adapter_files import check_name
 from rollout.weight_sync.versions.follower import looks
 from rollout.weights import Box
-from rollout.weights.adapters import EXPERTS
+from rollout.weights.adapters import BIASED, EXPERTS
 
 MAX_NAMES = 1024
 
@@ -115,11 +115,13 @@ class MergedAdapters:
                 f"update from {model} (update_weights({model!r})), or go on with full updates"
             )
         modules = {} if adapter is None else adapter.spec.modules
-        if stacked := sorted(name for name, of in modules.items() if of.kind == EXPERTS):
-            raise ConfigError(
-                f"the adapter changes {stacked[0]}, experts that are not merged here: start the "
-                "engine with max_adapters= and lora_experts=True, or send the trainer's PEFT model"
-            )
+        for name, of in sorted(modules.items()):
+            if of.kind in (EXPERTS, BIASED):
+                more = " and lora_experts=True" if of.kind == EXPERTS else ""
+                raise ConfigError(
+                    f"the adapter changes {name}, of kind {of.kind}, which is not merged here: "
+                    f"start the engine with max_adapters={more}, or send the trainer's PEFT model"
+                )
         own = frozenset(f"{module}.weight" for module in modules)
         wanted = changed | own
         known = {meta.name for meta in info.tensors}

@@ -18,12 +18,16 @@ from rollout.errors import ConfigError
 from rollout.loader.expert_factors import take_experts
 from rollout.weights import Box
 from rollout.weights.adapters import (
+    BIAS,
+    BIASED,
     DORA,
+    DORA_EMBEDDING,
     EMBEDDING,
     EMBEDDING_A,
     EMBEDDING_B,
     LINEAR,
     MAGNITUDE,
+    NORMED,
     A,
     AdapterSpec,
     B,
@@ -41,7 +45,6 @@ _PREFIX = "base_model.model."
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "bias": ("none", None),
-    "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None,),
     # What starts otherwise (PiSSA, OLoRA, CorDA, LoftQ ...) has changed the weights it is added to.
@@ -94,10 +97,15 @@ class PeftAdapter:
         spec = self.spec.modules.get(module)
         if spec is None:
             return weight
-        if spec.kind == EMBEDDING:
+        if spec.kind in (EMBEDDING, DORA_EMBEDDING):
             down, up = self.tensors[module + EMBEDDING_A], self.tensors[module + EMBEDDING_B]
             delta = (up.float() @ down.float()).T * spec.scaling
-            return weight + delta.to(weight.dtype)
+            adapted = weight + delta.to(weight.dtype)
+            if spec.kind == EMBEDDING:
+                return adapted
+            gain = self.tensors[module + MAGNITUDE] / torch.linalg.norm(adapted, dim=0)
+            turned: Tensor = gain * adapted
+            return turned.to(weight.dtype)
         down, up = self.tensors[module + A], self.tensors[module + B]
         delta = ((up.float() @ down.float()) * spec.scaling).to(weight.dtype)
         if spec.kind == LINEAR:
@@ -154,13 +162,20 @@ def _ranks(found: Mapping[str, Tensor], path: Path, kind: str) -> dict[str, tupl
             continue
         stem = key.removesuffix(first)
         of, second = (kind, B) if first == A else (EMBEDDING, EMBEDDING_B)
+        if first == EMBEDDING_A and kind == DORA:
+            of = DORA_EMBEDDING
         up = found.get(stem + second)
         if up is None or down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
             raise ConfigError(f"{path}: {key} has no {second[1:]} that fits it")
         if not 1 <= len(down) <= MAX_RANK:
             raise ConfigError(f"{path}: {key} has rank {len(down)}, not 1 to {MAX_RANK}")
         known |= {key, stem + second}
-        if of == DORA:
+        if stem + BIAS in found:
+            if found[stem + BIAS].shape != up.shape[:1] or of != LINEAR:
+                raise ConfigError(f"{path}: {stem + BIAS} does not fit {stem + B}")
+            of = BIASED
+            known.add(stem + BIAS)
+        if of in NORMED:
             magnitude = found.get(stem + MAGNITUDE)
             if magnitude is None or magnitude.shape != up.shape[:1]:
                 raise ConfigError(f"{path}: {key} has no {MAGNITUDE[1:]} that fits it")

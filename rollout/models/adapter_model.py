@@ -18,11 +18,14 @@ from rollout.models.weight_load import WeightLoad, WholePlan
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
 from rollout.weights.adapters import (
-    DORA,
+    BIAS,
+    BIASED,
+    DORA_EMBEDDING,
     EMBEDDING,
     EMBEDDING_A,
     EMBEDDING_B,
     MAGNITUDE,
+    NORMED,
     A,
     AdapterSpec,
     B,
@@ -42,7 +45,7 @@ class Declared:
 class Adapted(Protocol):
     """One slot of what lies beside a part of the model.
 
-    scales: float32, one for each of ``modules``, by names in files.
+    scales: float32, one for each of ``modules``, by names in files; ``reset``: nothing counts.
     """
 
     @property
@@ -50,6 +53,8 @@ class Adapted(Protocol):
 
     @property
     def scales(self) -> Tensor: ...
+
+    def reset(self) -> None: ...
 
     def declare(self, name: str, spec: AdapterSpec) -> Declared:
         """``name``: of that part. ``spec`` has at least one of the modules."""
@@ -59,14 +64,20 @@ class Adapted(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLinear:
     """One slot of a linear: ``base``: by part, the slots of its weight that one source fills; a:
-    [parts, rank, inputs], b: [rank, outputs], magnitudes: float32 [outputs], scales: [parts].
+    [parts, rank, inputs], b: [rank, outputs], magnitudes: float32 [outputs], biases: [outputs],
+    scales: [parts].
     """
 
     base: Sequence[Sequence[WeightSlot]]
     a: Tensor
     b: Tensor
     magnitudes: Tensor
+    biases: Tensor
     scales: Tensor
+
+    def reset(self) -> None:
+        self.scales.zero_()
+        self.biases.zero_()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -74,7 +85,8 @@ class AdaptedLinear:
 
     def declare(self, name: str, spec: AdapterSpec) -> Declared:
         a, b, magnitudes = (f"{name}{end}" for end in (".lora_A", ".lora_B", MAGNITUDE))
-        holes: dict[str, list[Box]] = {a: [], b: [], magnitudes: []}
+        biases = f"{name}{BIAS}"
+        holes: dict[str, list[Box]] = {a: [], b: [], magnitudes: [], biases: []}
         slots = [
             slot for part in range(len(self.base)) for slot in self._slots(name, spec, part, holes)
         ]
@@ -84,9 +96,10 @@ class AdaptedLinear:
             b: ParamSpec(shape, TRANSPOSED, tuple(holes[b])),
         }
         storages = {a: self.a, b: self.b}
-        if sum(hole.numel for hole in holes[magnitudes]) < shape[0]:
-            storages[magnitudes] = self.magnitudes
-            params[magnitudes] = ParamSpec(shape[:1], PLAIN, tuple(holes[magnitudes]))
+        for each, storage in ((magnitudes, self.magnitudes), (biases, self.biases)):
+            if sum(hole.numel for hole in holes[each]) < shape[0]:
+                storages[each] = storage
+                params[each] = ParamSpec(shape[:1], PLAIN, tuple(holes[each]))
         return Declared(slots=slots, params=params, storages=storages)
 
     def _slots(
@@ -94,7 +107,7 @@ class AdaptedLinear:
     ) -> list[WeightSlot]:
         """Of one part of a linear; what they leave of the slot goes to ``holes``."""
         base = self.base[part]
-        a, b, magnitudes = (f"{name}{end}" for end in (".lora_A", ".lora_B", MAGNITUDE))
+        a, b = (f"{name}{end}" for end in (".lora_A", ".lora_B"))
         _, rank, inputs = self.a.shape
         first, last = base[0].put.starts[0], base[-1].put.stops[0]
         stem = base[0].source.removesuffix(".weight")
@@ -103,16 +116,21 @@ class AdaptedLinear:
         if used < rank:
             holes[a].append(Box((part, used, 0), (part + 1, rank, inputs)))
             holes[b].append(Box((first, used), (last, rank)))
-        has_norms = module is not None and module.kind == DORA
-        if not has_norms:
-            holes[magnitudes].append(Box((first,), (last,)))
+        beside = [
+            end
+            for end, kinds in ((MAGNITUDE, NORMED), (BIAS, (BIASED,)))
+            if module is not None and module.kind in kinds
+        ]
+        for end in {MAGNITUDE, BIAS} - {*beside}:
+            holes[f"{name}{end}"].append(Box((first,), (last,)))
         if module is None:
             return []
         rows, columns = base[0].shape
-        begin, end = base[0].take.starts[1], base[0].take.stops[1]
-        ends = (EMBEDDING_A, EMBEDDING_B) if module.kind == EMBEDDING else (A, B)
+        begin, behind = base[0].take.starts[1], base[0].take.stops[1]
+        is_embedding = module.kind in (EMBEDDING, DORA_EMBEDDING)
+        ends = (EMBEDDING_A, EMBEDDING_B) if is_embedding else (A, B)
         down = WeightSlot(
-            stem + ends[0], (used, columns), Box((0, begin), (used, end)),
+            stem + ends[0], (used, columns), Box((0, begin), (used, behind)),
             a, Box((part, 0, 0), (part + 1, used, inputs)),
         )  # fmt: skip
         up = [
@@ -122,14 +140,14 @@ class AdaptedLinear:
             )
             for s in base
         ]  # fmt: skip
-        norms = [
+        rest = [
             WeightSlot(
-                stem + MAGNITUDE, (rows,), Box(s.take.starts[:1], s.take.stops[:1]),
-                magnitudes, Box(s.put.starts[:1], s.put.stops[:1]),
+                stem + end, (rows,), Box(s.take.starts[:1], s.take.stops[:1]),
+                f"{name}{end}", Box(s.put.starts[:1], s.put.stops[:1]),
             )
-            for s in base if has_norms
+            for end in beside for s in base
         ]  # fmt: skip
-        return [down, *up, *norms]
+        return [down, *up, *rest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +172,10 @@ class AdapterModel(Model):
         build: Build,
         spec: AdapterSpec,
         adapted: Mapping[str, Adapted],
-        unused: Sequence[Tensor] = (),
+        unused: Sequence[Adapted] = (),
         note: Callable[[bool], None] = lambda loaded: None,
     ) -> None:
-        """``adapted``: by name. ``unused``: the scales of this slot in what it leaves alone.
+        """``adapted``: by name. ``unused``: the slot of what it leaves alone.
         ``note`` is told when a load begins, and when it has finished.
         """
         super().__init__(build, 1)
@@ -181,10 +199,8 @@ class AdapterModel(Model):
     def begin_load(self) -> WeightLoad:
         """Nothing of the slot counts before the load has finished, which fills all but padding."""
         self._note(False)
-        for scales in self._unused:
-            scales.zero_()
-        for each in self._adapted.values():
-            each.scales.zero_()
+        for each in (*self._unused, *self._adapted.values()):
+            each.reset()
         for name, spec in self.table.params.items():
             for hole in spec.padding:
                 logical = self._storages[name]
@@ -226,10 +242,10 @@ class AdapterModel(Model):
             for each in self._adapted.values()
             for part, name in enumerate(each.modules)
         }
-        held |= {f"unused {i}": each.abs().sum() for i, each in enumerate(self._unused)}
+        held |= {f"unused {i}": each.scales.abs().sum() for i, each in enumerate(self._unused)}
         held |= {
             name + MAGNITUDE: torch.ones(()) for name, of in self.spec.modules.items()
-            if of.kind == DORA
+            if of.kind in NORMED
         }  # fmt: skip
         values = torch.stack(list(held.values())).tolist() if held else []
         return digest_of_scalings(dict(zip(held, values, strict=True)))

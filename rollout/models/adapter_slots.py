@@ -27,7 +27,16 @@ from rollout.models.layers.router import Router
 from rollout.models.linear_adapters import ActiveRows, EmbeddingAdapters, LinearAdapters
 from rollout.models.model import HEAD, Model
 from rollout.weights import Box, WeightSlot
-from rollout.weights.adapters import DORA, EMBEDDING, EXPERTS, LINEAR, AdapterSpec
+from rollout.weights.adapters import (
+    BIASED,
+    DORA,
+    DORA_EMBEDDING,
+    EMBEDDING,
+    EXPERTS,
+    LINEAR,
+    NORMED,
+    AdapterSpec,
+)
 
 _HEAD = HEAD.removesuffix(".weight")
 LINEARS = (MergedColumnLinear, RowLinear, ReplicatedLinear)
@@ -65,7 +74,9 @@ class AdapterSlots:
             rows, columns = layer.specs["weight"].shape
             a, b = self._factors(len(base), rows, columns)
             is_cut = isinstance(layer, RowLinear) and model.build.tp.size > 1
-            self.linears[name] = LinearAdapters(base, a, b, self.active, is_cut)
+            once = is_cut or getattr(layer, "of_parts", False)
+            adds_bias = not once or model.build.tp.rank == 0
+            self.linears[name] = LinearAdapters(base, a, b, self.active, is_cut, adds_bias)
         if self._head is not None:
             self._add_vocabulary(model.policy, self._head)
         self.experts: dict[str, tuple[ParameterAdapters, ParameterAdapters]] = {}
@@ -93,8 +104,8 @@ class AdapterSlots:
             slot.source, slot.shape[::-1], Box((0, first), (size, last)),
             slot.param, Box((0, 0), (size, last - first)),
         )  # fmt: skip
-        factors = self._factors(1, size, last - first)
-        self.linears[name] = EmbeddingAdapters([[turned]], *factors, self.active)
+        factors, is_cut = self._factors(1, size, last - first), model.build.tp.size > 1
+        self.linears[name] = EmbeddingAdapters(slot, turned, *factors, self.active, is_cut)
         if model.score is None:
             if model.lm_head is not None:
                 [slot] = [s for s in model.lm_head.slots(_HEAD) if s.param == HEAD]
@@ -155,20 +166,26 @@ class AdapterSlots:
             for name, each in self._all.items()
             if not spec.modules.keys().isdisjoint(each.modules)
         }
-        unused = [each.scales[slot] for name, each in self._all.items() if name not in found]
+        unused = [each.of(slot) for name, each in self._all.items() if name not in found]
 
         def note(loaded: bool) -> None:
             self.dora.pop(slot, None)
-            if loaded and any(module.kind == DORA for module in spec.modules.values()):
+            if loaded and any(module.kind in NORMED for module in spec.modules.values()):
                 self.dora[slot] = next(self._loads), spec
+            for each in self.linears.values():
+                kinds = {spec.modules[m].kind for m in each.modules if m in spec.modules}
+                # A step may be reading the other one.
+                each.biased = each.biased - {slot} | (
+                    {slot} if loaded and BIASED in kinds else {*()}
+                )
 
         view = self._views[slot] = AdapterModel(self._build, spec, found, unused, note)
         return view
 
     def _check_kinds(self, spec: AdapterSpec) -> None:
-        known = {EmbeddingAdapters: (EMBEDDING,), ParameterAdapters: (EXPERTS,)}
+        known = {EmbeddingAdapters: (EMBEDDING, DORA_EMBEDDING), ParameterAdapters: (EXPERTS,)}
         for each in self._all.values():
-            kinds = known.get(type(each), (LINEAR, DORA))
+            kinds = known.get(type(each), (LINEAR, DORA, BIASED))
             for module in each.modules:
                 of = spec.modules.get(module)
                 if of is not None and of.kind not in kinds:

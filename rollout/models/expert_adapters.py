@@ -78,6 +78,9 @@ class AdaptedParameter:
     b: Tensor
     scales: Tensor
 
+    def reset(self) -> None:
+        self.scales.zero_()
+
     @property
     def modules(self) -> tuple[str, ...]:
         return (self.part.module,)

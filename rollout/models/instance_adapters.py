@@ -13,7 +13,7 @@ from rollout.models.forward import ForwardBatch
 from rollout.models.linear_adapters import ActiveRows, LinearAdapters
 from rollout.models.model import Model
 from rollout.weights import WeightSlot
-from rollout.weights.adapters import DORA, AdapterSpec
+from rollout.weights.adapters import NORMED, AdapterSpec
 
 _AT_ONCE = 1 << 22  # elements of a weight that are widened at once
 
@@ -59,20 +59,18 @@ class InstanceAdapters:
         ``model``, this instance; in lockstep on all ranks.
         """
         active = self._active
-        active.rows, active.tiles, active.normed = batch.adapter_rows, batch.adapter_tiles, None
-        active.tokens = None
+        active.begin(batch.adapter_rows, batch.adapter_tiles)
         self._of_logits = None
         if active.rows is None or active.tiles is None or not (self._dora or self._head):
             return
-        slots, starts, stops = active.tiles.long().unbind(1)
-        active.slot_of = torch.repeat_interleave(slots, stops - starts)
-        for slot in dict.fromkeys(slots.tolist()):
+        slots = active.slot_of_rows(active.tiles)
+        for slot in dict.fromkeys(active.tiles[:, 0].tolist()):
             if slot in self._dora:
                 self._make_gains(model, slot)
         self._note_normed(active)
         if self._head is not None:
-            slot_of = active.slot_of.new_full((len(batch.input_ids),), -1)
-            slot_of[active.rows.long()] = active.slot_of
+            slot_of = slots.new_full((len(batch.input_ids),), -1)
+            slot_of[active.rows.long()] = slots
             self._of_logits = slot_of[batch.logit_rows]
 
     def begin_head(self, first: int, count: int) -> None:
@@ -80,7 +78,7 @@ class InstanceAdapters:
         head, of = self._head, self._of_logits
         if head is None:
             return
-        head.rows = head.tiles = head.slot_of = head.normed = None
+        head.begin(None, None)
         if of is None:
             return
         of = of[first : first + count]
@@ -88,19 +86,18 @@ class InstanceAdapters:
         order, tiles = tiles_of(of[rows])
         if len(tiles):
             rows = rows[order]
-            head.rows, head.slot_of, head.tiles = rows.to(torch.int32), of[rows], tiles
+            head.begin(rows.to(torch.int32), tiles)
+            head.slot_of = of[rows]
             self._note_normed(head)
 
     def _note_normed(self, active: ActiveRows) -> None:
         assert active.rows is not None
-        assert active.slot_of is not None
-        known = list(self._dora)
+        assert active.tiles is not None
+        known, slots = list(self._dora), active.slot_of_rows(active.tiles)
         if known:
-            chosen = torch.isin(
-                active.slot_of, torch.tensor(known, device=active.slot_of.device)
-            )  # fmt: skip
+            chosen = torch.isin(slots, torch.tensor(known, device=slots.device))
             if bool(chosen.any()):
-                active.normed = active.rows[chosen].long(), active.slot_of[chosen]
+                active.normed = active.rows[chosen].long(), slots[chosen]
 
     def _make_gains(self, model: Model, slot: int) -> None:
         load, _ = self._dora[slot]
@@ -147,7 +144,7 @@ class InstanceAdapters:
             each
             for part in self._linears[name].base
             for each in part
-            if (of := modules.get(each.source.removesuffix(".weight"))) and of.kind == DORA
+            if (of := modules.get(each.source.removesuffix(".weight"))) and of.kind in NORMED
         ]
 
     def _add_squares(
@@ -155,7 +152,7 @@ class InstanceAdapters:
     ) -> None:
         index = next(i for i, of in enumerate(linear.base) if part in of)
         rows = part.put.slices[0]
-        weight = model.read_slot(part)
+        weight = linear.weight(model, part)
         up = linear.b[slot][:, rows].float() * linear.scales[slot, index]
         down = linear.a[slot, index].float()
         step = max(1, _AT_ONCE // weight.shape[1])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollout.kernels import lora_linear
 from rollout.models.adapter_model import AdaptedLinear
+from rollout.models.model import Model
 from rollout.weights import WeightSlot
 
 
@@ -17,8 +18,7 @@ from rollout.weights import WeightSlot
 class ActiveRows:
     """The rows of the step at hand that have adapters; None: no row has one.
 
-    ``slot_of``: of each of them, where that is needed; ``normed``: those of DoRA, and the slot of
-    each.
+    ``normed``: those of DoRA, and the slot of each.
     """
 
     rows: Tensor | None = None
@@ -27,14 +27,25 @@ class ActiveRows:
     normed: tuple[Tensor, Tensor] | None = None
     tokens: Tensor | None = None  # see ``of_tokens``
 
+    def begin(self, rows: Tensor | None, tiles: Tensor | None) -> None:
+        """Other rows, of which nothing has been derived."""
+        self.rows, self.tiles = rows, tiles
+        self.slot_of = self.normed = self.tokens = None
+
+    def slot_of_rows(self, tiles: Tensor) -> Tensor:
+        """int64: the slot of each of ``rows``."""
+        if self.slot_of is None:
+            slots, starts, stops = tiles.long().unbind(1)
+            self.slot_of = torch.repeat_interleave(slots, stops - starts)
+        return self.slot_of
+
     def of_tokens(self, count: int) -> Tensor | None:
         """int64 [count]: of each row of the step its slot, or -1; None: no row has one."""
         if self.rows is None or self.tiles is None:
             return None
         if self.tokens is None:
-            slots, starts, stops = self.tiles.long().unbind(1)
-            self.tokens = slots.new_full((count,), -1)
-            self.tokens[self.rows.long()] = torch.repeat_interleave(slots, stops - starts)
+            self.tokens = torch.full((count,), -1, device=self.rows.device)
+            self.tokens[self.rows.long()] = self.slot_of_rows(self.tiles)
         return self.tokens
 
 
@@ -42,8 +53,10 @@ class LinearAdapters:
     """What all slots hold for one linear; ``add`` puts it behind the linear's own product.
 
     a: [slots, parts, rank, inputs of this rank], b: [slots, rank, outputs of this rank],
-    magnitudes: float32 [slots, outputs of this rank], scales: float32 [slots, parts]. A part is
-    what one source of the linear's weight fills. ``is_cut``: ranks have parts of the inputs.
+    magnitudes: float32 [slots, outputs of this rank], biases: [slots, outputs of this rank],
+    scales: float32 [slots, parts]. A part is what one source of the linear's weight fills.
+    ``is_cut``: ranks have parts of the inputs. ``adds_bias``: this one adds what all add once.
+    ``biased``: the slots that have any.
     """
 
     def __init__(
@@ -53,8 +66,11 @@ class LinearAdapters:
         b: Tensor,
         active: ActiveRows,
         is_cut: bool,
+        adds_bias: bool = True,
     ) -> None:
         self.base, self.a, self.b, self.active, self.is_cut = base, a, b, active, is_cut
+        self.adds_bias, self.biased = adds_bias, set[int]()
+        self.biases = torch.zeros(a.shape[0], b.shape[2], dtype=b.dtype, device=b.device)
         made: dict[str, Any] = {"dtype": torch.float32, "device": a.device}
         self.magnitudes = torch.zeros(a.shape[0], b.shape[2], **made)
         self.scales = torch.zeros(a.shape[:2], **made)
@@ -67,7 +83,7 @@ class LinearAdapters:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.a, self.b, self.magnitudes
+        return self.a, self.b, self.magnitudes, self.biases
 
     def of(self, slot: int) -> AdaptedLinear:
         return AdaptedLinear(
@@ -75,6 +91,7 @@ class LinearAdapters:
             a=self.a[slot],
             b=self.b[slot],
             magnitudes=self.magnitudes[slot],
+            biases=self.biases[slot],
             scales=self.scales[slot],
         )
 
@@ -85,28 +102,47 @@ class LinearAdapters:
             lora_linear(
                 y, x, self.a, self.b, self.scales, self.bounds, active.rows, active.tiles
             )  # fmt: skip
+            if self.biased and self.adds_bias:
+                self._add_biases(y, active.rows.long(), active.slot_of_rows(active.tiles))
         return y
+
+    def _add_biases(self, y: Tensor, rows: Tensor, slots: Tensor) -> None:
+        chosen = torch.isin(slots, torch.tensor([*self.biased], device=slots.device))
+        rows, slots = rows[chosen], slots[chosen]
+        sizes = torch.tensor(self.bounds, device=y.device).diff()
+        scales = self.scales[slots].repeat_interleave(sizes, dim=1)
+        y[rows] = (y[rows].float() + self.biases[slots].float() * scales).to(y.dtype)
+
+    def weight(self, model: Model, part: WeightSlot) -> Tensor:
+        """[outputs, inputs] of this rank of a slot of ``base``, as ``model`` has them."""
+        return model.read_slot(part)
 
 
 class EmbeddingAdapters(LinearAdapters):
     """The same of an embedding, whose inputs are this rank's part of the vocabulary."""
 
     def __init__(
-        self, base: list[list[WeightSlot]], a: Tensor, b: Tensor, active: ActiveRows
-    ) -> None:
-        super().__init__(base, a, b, active, False)
+        self, own: WeightSlot, base: WeightSlot, a: Tensor, b: Tensor, active: ActiveRows,
+        is_cut: bool,
+    ) -> None:  # fmt: skip
+        """``own``: the slot of the embedding, ``base``: the same with its dimensions turned."""
+        super().__init__([[base]], a, b, active, is_cut)
+        self._own = own
         count, rank = b.shape[:2]
         self._eye = torch.eye(rank, dtype=b.dtype, device=b.device).expand(count, 1, -1, -1)
         self._eye = self._eye.contiguous()
 
+    def weight(self, model: Model, part: WeightSlot) -> Tensor:
+        return model.read_slot(self._own).t()
+
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """``x``: ids [T] within this rank's part, of the rows of ``y`` [T, hidden size]."""
         active = self.active
-        if active.rows is None or active.tiles is None or active.slot_of is None:
+        if active.rows is None or active.tiles is None:
             return y
-        rows = active.rows.long()
+        slots, rows = active.slot_of_rows(active.tiles), active.rows.long()
         taken = y.new_zeros(len(y), self.b.shape[1])
-        taken[rows] = self.a[active.slot_of, 0, :, x[rows]]
+        taken[rows] = self.a[slots, 0, :, x[rows]]
         lora_linear(
             y, taken, self._eye, self.b, self.scales, self.bounds, active.rows, active.tiles
         )  # fmt: skip

@@ -34,6 +34,7 @@ class SparseMoE(nn.Module):
         if moe.narrow:
             self.fc1_latent_proj = ReplicatedLinear(build, config.hidden_size, moe.narrow)
             self.fc2_latent_proj = ReplicatedLinear(build, moe.narrow, config.hidden_size)
+            self.fc2_latent_proj.of_parts = True
         self.beside: tuple[nn.Module, ...] = ()  # a tuple, which registers no module here
         if self.shared is not None:
             shared = make_mlp(build, moe.shared_size, reduce=False)

@@ -15,16 +15,21 @@ FLOAT32_MAX = 3.4028234663852886e38
 # has them: [experts x rank, in], rows by expert, and [out, rank x experts], columns by rank.
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 EMBEDDING_A, EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"  # [rank, in], [out, rank]
+BIAS = ".lora_B.bias"  # [out]
 LINEAR, DORA, EMBEDDING, EXPERTS = "linear", "dora", "embedding", "experts"
+BIASED, DORA_EMBEDDING = "biased", "dora_embedding"
+KINDS = (LINEAR, DORA, EMBEDDING, EXPERTS, BIASED, DORA_EMBEDDING)
+NORMED = (DORA, DORA_EMBEDDING)  # with magnitudes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
     """``scaling`` of B A is alpha / rank, or alpha / sqrt(rank) of a rank-stabilised one.
 
-    ``kind``: "linear", "dora", of which each output has the norm that its magnitude says,
-    "embedding", whose inputs are the vocabulary, or "experts", a parameter that stacks a linear of
-    all experts of a layer, each of which has factors of its own.
+    ``kind``: "linear", "dora", of which each output has the norm that its magnitude says, "biased",
+    with a bias beside B, which is scaled with it, "embedding", whose inputs are the vocabulary,
+    "dora_embedding", or "experts", a parameter that stacks a linear of all experts of a layer, each
+    of which has factors of its own.
     """
 
     rank: Positive
@@ -39,18 +44,20 @@ class ModuleSpec:
         if self.kind == EXPERTS:
             stacked = self.rank * experts[0]
             return {module + A: (stacked, columns), module + B: (rows, stacked)}
-        if self.kind == EMBEDDING:
-            down, up = (self.rank, rows), (columns, self.rank)
-            return {module + EMBEDDING_A: down, module + EMBEDDING_B: up}
+        ends = (A, B)
+        if self.kind in (EMBEDDING, DORA_EMBEDDING):
+            ends, rows, columns = (EMBEDDING_A, EMBEDDING_B), columns, rows
         found: dict[str, tuple[int, ...]] = {
-            module + A: (self.rank, columns), module + B: (rows, self.rank)
+            module + ends[0]: (self.rank, columns), module + ends[1]: (rows, self.rank)
         }  # fmt: skip
-        if self.kind == DORA:
+        if self.kind in NORMED:
             found[module + MAGNITUDE] = (rows,)
+        if self.kind == BIASED:
+            found[module + BIAS] = (rows,)
         return found
 
     def __post_init__(self) -> None:
-        if self.kind not in (LINEAR, DORA, EMBEDDING, EXPERTS):
+        if self.kind not in KINDS:
             raise ConfigError(f"an adapter of kind {self.kind!r:.40} is not served")
         if not abs(self.scaling) <= FLOAT32_MAX:
             raise ConfigError(f"an adapter's scaling (alpha / rank) is {self.scaling}")
@@ -71,7 +78,7 @@ class AdapterSpec:
     def scaling_digest(self) -> int:
         """What each rank's slot has to answer; see ``digest_of_scalings``."""
         found = {name: of.scaling for name, of in self.modules.items()}
-        found |= {name + MAGNITUDE: 1.0 for name, of in self.modules.items() if of.kind == DORA}
+        found |= {name + MAGNITUDE: 1.0 for name, of in self.modules.items() if of.kind in NORMED}
         return digest_of_scalings(found)
 
     def check_modules(self, known: Collection[str]) -> None:

@@ -258,7 +258,7 @@ def test_a_slot_that_holds_other_scalings_than_were_sent_is_refused(base, monkey
 
         def left_over(model: AdapterModel) -> None:
             loaded(model)
-            model._unused[0].fill_(0.5)
+            model._unused[0].scales.fill_(0.5)
 
         for fault in (changed, left_over):
             monkeypatch.setattr(AdapterModel, "after_load", fault)

@@ -16,7 +16,11 @@ from transformers import AutoModelForCausalLM
 from rollout import Rollout, SamplingParams
 from rollout.loader.peft_adapter import PeftAdapter
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+    pytest.mark.filterwarnings("ignore:Adapter 'biased'.* invalid shape"),  # a bias has one
+]
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -25,13 +29,17 @@ KINDS: dict[str, dict[str, Any]] = {
         "r": 3, "lora_alpha": 5, "use_dora": True, "use_rslora": True,
         "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"],
     },
+    "biased": {
+        "r": 2, "lora_alpha": 3, "lora_bias": True,
+        "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+    },
     "plain": {"r": 4, "target_modules": ["q_proj", "o_proj", "down_proj"]},
 }  # fmt: skip
 PROMPT = list(range(3, 40))
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "block_size": 8, "timeout": 30,
-    "max_adapters": 5, "max_lora_rank": 4,
+    "max_adapters": 6, "max_lora_rank": 4,
 }  # fmt: skip
 
 
@@ -84,14 +92,15 @@ def test_one_batch_of_dora_and_lora_follows_its_base_through_updates_and_back(
     engine, base, tmp_path
 ) -> None:
     models = {kind: peft_model(base, kind, seed) for seed, kind in enumerate(KINDS)}
-    models["some"].save_pretrained(tmp_path)
+    for kind in ("some", "biased"):
+        models[kind].save_pretrained(tmp_path)
     sent = engine.update_weights(adapters={k: models[k] for k in ("every", "plain")})
-    engine.update_weights(adapters={"some": tmp_path / "some"})
-    names = ["every", None, "some", "plain", "every", "some"]
+    engine.update_weights(adapters={kind: tmp_path / kind for kind in ("some", "biased")})
+    names = ["every", None, "some", "plain", "every", "some", "biased"]
     first = said(engine, names)
     for name, completion in zip(names, first, strict=True):
         check(completion, models[name] if name else AutoModelForCausalLM.from_pretrained(base))
-    assert len({tuple(each.token_ids) for each in first}) == 4
+    assert len({tuple(each.token_ids) for each in first}) == 5
     assert sent.adapters["every"].num_tensors == 2 * 7 * 3
     # Other weights below them: the norms are those of these.
     others = {kind: peft_model(base, kind, seed, 1.5) for seed, kind in enumerate(KINDS)}
@@ -101,6 +110,8 @@ def test_one_batch_of_dora_and_lora_follows_its_base_through_updates_and_back(
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.copy_(mine[name])
+    biased = engine.update_weights(adapters={"biased": models["biased"]}).adapters["biased"]
+    assert biased.num_tensors == 2 * 5 * 3
     engine.update_weights(peft_model(base, "plain", 2, 1.5).unload())
     second = said(engine, names)
     for name, completion in zip(names, second, strict=True):
@@ -113,6 +124,8 @@ def test_one_batch_of_dora_and_lora_follows_its_base_through_updates_and_back(
     # Both at one commit; and one that replaces DoRA's slot leaves nothing of it.
     engine.update_weights(others["every"], adapters={"every": others["every"]})
     check(said(engine, ["every"])[0], others["every"].merge_and_unload())
+    engine.update_weights(adapters={"every": models["biased"]})
+    check(said(engine, ["every"])[0], others["biased"])
     engine.update_weights(models["plain"], adapters={"every": models["plain"]})
     check(said(engine, ["every"])[0], models["plain"])
     check(said(engine, ["some"])[0], models["some"].merge_and_unload())

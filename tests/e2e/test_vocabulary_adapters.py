@@ -24,13 +24,14 @@ pytestmark = [
 KINDS: dict[str, dict[str, Any]] = {
     "both": {"r": 4, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
     "words": {"r": 2, "lora_alpha": 6, "target_modules": ["embed_tokens"]},
+    "normed": {"r": 3, "use_dora": True, "target_modules": ["embed_tokens", "v_proj"]},
     "head": {"r": 3, "use_dora": True, "target_modules": ["lm_head"]},
 }
 PROMPT = list(range(3, 40))
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "block_size": 8, "timeout": 30,
-    "max_adapters": 5, "max_lora_rank": 4, "max_num_seqs": 8,
+    "max_adapters": 6, "max_lora_rank": 4, "max_num_seqs": 8,
 }  # fmt: skip
 
 
@@ -70,17 +71,18 @@ def test_one_batch_answers_as_pefts_models_over_each_base(
     base = tmp_path / "base"
     write_tiny(base, "qwen3", tied=tied)
     models = {kind: peft_model(base, kind) for kind in KINDS}
-    names = ["both", None, "head", "words", "both"]
+    names = ["both", None, "head", "words", "both", "normed"]
     with Rollout(
         base, tensor_parallel_size=ranks, lora_embeddings=True, **SETTINGS
     ) as rollout:  # fmt: skip
         rollout.update_weights(adapters={kind: models[kind] for kind in ("both", "head")})
-        models["words"].save_pretrained(tmp_path / "files", save_embedding_layers=False)
-        rollout.update_weights(adapters={"words": tmp_path / "files" / "words"})
+        for kind in ("words", "normed"):
+            models[kind].save_pretrained(tmp_path / "files", save_embedding_layers=False)
+            rollout.update_weights(adapters={kind: tmp_path / "files" / kind})
         first = said(rollout, names)
         for name, output in zip(names, first, strict=True):
             check(output, models[name] if name else AutoModelForCausalLM.from_pretrained(base))
-        assert len({tuple(output.outputs[0].token_ids) for output in first}) == 4
+        assert len({tuple(output.outputs[0].token_ids) for output in first}) == 5
         rollout.update_weights(peft_model(base, "words", 1.5).unload())
         for name, output in zip(names, said(rollout, names), strict=True):
             if name:

@@ -97,7 +97,7 @@ class Embedding(VocabParallel):
 
     def _adapted_rows(self, ids: Tensor) -> Tensor:
         rows, beside = self.lookup(ids), self.lookup_adapters
-        return rows if beside is None or beside.is_idle else beside.add(rows, ids)
+        return rows if beside is None or beside.is_idle else beside.scale(beside.add(rows, ids))
 
     def lookup(self, rows: Tensor) -> Tensor:
         """Rows of this rank's part, in either layout, as a fresh tensor."""

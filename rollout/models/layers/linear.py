@@ -130,8 +130,11 @@ class QKVLinear(MergedColumnLinear):
 class ReplicatedLinear(Layer):
     """A linear that every rank holds whole: [T, inputs] -> [T, outputs].
 
-    ``tiled``: its weight is worth the layout of the others.
+    ``tiled``: its weight is worth the layout of the others. ``of_parts``: its inputs are this
+    rank's part of a sum, and its outputs are added up.
     """
+
+    of_parts = False
 
     weight: Tensor
     bias: Tensor | None

@@ -20,7 +20,10 @@ from rollout.weight_sync.trainer.sources.lora import MAGNITUDE as MAGNITUDES
 from rollout.weight_sync.trainer.sources.lora import MergePlan, is_peft, join, type_name
 from rollout.weight_sync.trainer.sources.names import submodules
 from rollout.weights.adapters import (
+    BIAS,
+    BIASED,
     DORA,
+    DORA_EMBEDDING,
     EMBEDDING,
     EMBEDDING_A,
     EMBEDDING_B,
@@ -40,8 +43,15 @@ _PARTS = {
     LINEAR: (("lora_A", A), ("lora_B", B)),
     DORA: (("lora_A", A), ("lora_B", B), (MAGNITUDES, MAGNITUDE)),
     EXPERTS: (("lora_A", A), ("lora_B", B)),
+    BIASED: (("lora_A", A), ("lora_B", B), ("lora_B", BIAS)),
+    DORA_EMBEDDING: (
+        ("lora_embedding_A", EMBEDDING_A),
+        ("lora_embedding_B", EMBEDDING_B),
+        (MAGNITUDES, MAGNITUDE),
+    ),
     EMBEDDING: (("lora_embedding_A", EMBEDDING_A), ("lora_embedding_B", EMBEDDING_B)),
 }
+_NORMED_WORDS = "DoraEmbeddingVariant"
 _MERGE = "send it merged into the model: update_weights(model) without adapters"
 
 
@@ -122,17 +132,17 @@ class AdapterPlan(MergePlan):
             return
         variant = getattr(layer, "lora_variant", {}).get(adapter)
         kinds = {("Linear", None): LINEAR, ("Linear", DORA_VARIANT): DORA}
-        kinds["Embedding", None] = EMBEDDING
+        kinds |= {("Embedding", None): EMBEDDING, ("Embedding", _NORMED_WORDS): DORA_EMBEDDING}
         leaf = getattr(layer, "parameter_name", "weight")
         if leaf != "weight" and layer._did_swap_in_out_features:  # [experts, outputs, inputs]
             kinds["ParamWrapper", None] = EXPERTS
         of = type_name(layer), None if variant is None else type(variant).__name__
         found = kinds.get(of) if is_peft(layer, "LoraLayer") else None
-        if found is None or (found != EMBEDDING and layer.fan_in_fan_out):
+        if found is None or (type_name(layer) != "Embedding" and layer.fan_in_fan_out):
             kind = type(layer if variant is None else variant).__name__
             raise ConfigError(f"{to}: {kind} is not served as an adapter; {_MERGE}")
         if layer.lora_bias.get(adapter):
-            raise ConfigError(f"{to}: lora_bias is not served as an adapter; {_MERGE}")
+            found = BIASED  # PEFT has it of plain linears alone
         weight = placed(f"{to}.{leaf}", self._prefixes)
         if weight is None:
             raise ConfigError(f"{to}: the engine has no such module; leave it out of the adapter")
@@ -144,10 +154,10 @@ class AdapterPlan(MergePlan):
         )
         for role, end in _PARTS[found]:
             held = getattr(layer, role)[adapter]
-            bare = isinstance(held, nn.Parameter)
-            raw = f"{join(path, role)}.{adapter}{'' if bare else '.weight'}"
+            bare, leaf = isinstance(held, nn.Parameter), "bias" if end == BIAS else "weight"
+            raw = f"{join(path, role)}.{adapter}{'' if bare else f'.{leaf}'}"
             self.owners[raw] = stem + end
-            self.factors[raw] = held if bare else held.weight
+            self.factors[raw] = held if bare else getattr(held, leaf)
 
     def _visit_saved(self, module: Any, path: str, to: str) -> None:
         if self._adapter in (getattr(module, "modules_to_save", None) or ()):
