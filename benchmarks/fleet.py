@@ -331,7 +331,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = itertools.count()
 
-    def choose(self, prompt: Any, loads: dict[str, float], extra: float = 1.0) -> str:
+    def choose(self, prompt: Any, loads: dict[str, float], *asked: Any) -> str:
         names = sorted(loads)
         return names[next(self._turn) % len(names)]
 
@@ -366,7 +366,7 @@ async def _routing(args: argparse.Namespace, fleet: Any) -> list[dict[str, Any]]
     for turn in range(args.rounds + 1):
         for kind, made in kinds.items():
             await rollout.reset_prefix_cache()
-            backend.router = made()
+            backend.calls.router = made()
             row = await _conversations(args, rollout, turn)
             rows[kind] += [row] if turn else []
     await rollout.shutdown()

@@ -78,7 +78,7 @@ class FleetBackend:
         blocks, and adds those that the fleet begins with; see ``start``.
         """
         self.fleet, self.hold = fleet, Hold(fleet)
-        self._calls = Calls(fleet, self.hold)
+        self.calls = Calls(fleet, self.hold)
         self._weight_dirs = tuple(weight_dirs)
         self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
         self._files = AdapterFiles(lambda: self.adapters)
@@ -161,7 +161,7 @@ class FleetBackend:
         stream: bool,
     ) -> Outputs:
         params = self._floored(params)
-        return self._calls.run(
+        return self.calls.run(
             FleetCall(prompts=prompts, params=params, request_ids=request_ids, stream=stream)
         )
 
@@ -174,7 +174,7 @@ class FleetBackend:
         *,
         stream: bool,
     ) -> Outputs:
-        return self._calls.run(
+        return self.calls.run(
             FleetCall(
                 prompts=conversations, params=self._floored(params), request_ids=request_ids,
                 stream=stream, options=options,
@@ -198,7 +198,7 @@ class FleetBackend:
         return sum(await self._all(lambda link: link.client.abort(request_ids), some=True))
 
     def end_calls(self, error: EngineError) -> None:
-        self._calls.end(error)
+        self.calls.end(error)
 
     # ---- control ----
 

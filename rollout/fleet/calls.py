@@ -46,7 +46,7 @@ class Calls:
     """
 
     def __init__(self, fleet: Fleet, hold: Hold) -> None:
-        self._fleet, self._hold, self._router = fleet, hold, Router()
+        self._fleet, self._hold, self.router = fleet, hold, Router()
         self._queues: set[asyncio.Queue[Any]] = set()  # one of each call under way
 
     def end(self, error: EngineError) -> None:
@@ -108,8 +108,9 @@ class Calls:
             raise EngineClosed("no other member of the fleet serves")
         shares: dict[str, list[int]] = {}
         for row in rows:
-            extra = float(call.params[row].n)
-            name = self._router.choose(call.prompts[row], loads, extra)
+            params = call.params[row]
+            extra = float(params.n)
+            name = self.router.choose(call.prompts[row], loads, extra, params.max_tokens)
             loads[name] += extra
             shares.setdefault(name, []).append(row)
         return shares
@@ -138,7 +139,7 @@ class Calls:
                 again = [row for row in share if row in call.left]
                 if again:
                     self._hold.check()  # it did as it was told
-                self._router.forget(name)
+                self.router.forget(name)
                 if _has_refused(error):
                     refused.add(name)
                 else:

@@ -4,7 +4,8 @@ Prefix affinity with bounded loads: the member that got the longest known beginn
 for one that is new, rendezvous hashing (Thaler and Ravishankar, 1998) of its first chunk, so that
 several fronts agree without talking. A member whose load is above ``SPREAD`` times the mean (after
 Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018) is passed over
-for the one with the least.
+for the one with the least, but where that would cost more than it saves: what is known would be
+computed again there, so that each new token waits for half as many calls as the two are apart by.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ import numpy as np
 from rollout.generation import AnyPrompt, ImagePrompt
 
 CHUNK_TOKENS = 32
-CHUNK_BYTES = 128
+CHUNK_BYTES = 64  # about 16 tokens of a text
 MAX_CHUNKS = 512  # of one prompt that are looked at
 KNOWN = 1 << 16  # chunks that are remembered
-SPREAD = 1.25
+SPREAD = 1.125
+NEW_TOKENS = 256  # of a prompt that does not say how many it wants
+FEWEST = 16  # that are reckoned with: where a prompt is all, others' prompts are waited for
 
 
 class Router:
@@ -35,19 +38,29 @@ class Router:
         self._lock = threading.Lock()
         self.hits = self.misses = 0  # chunks of prompts that went where they were known, or not
 
-    def choose(self, prompt: Any, loads: Mapping[str, float], extra: float = 1.0) -> str:
+    def choose(
+        self,
+        prompt: Any,
+        loads: Mapping[str, float],
+        extra: float = 1.0,
+        new_tokens: int | None = None,
+    ) -> str:
         """One of the members that ``loads`` names, of which there must be some.
 
         ``prompt``: token ids, a text, or a conversation. ``extra``: the load that it brings.
+        ``new_tokens``: the most that it asks for.
         """
-        chain = list(_chunks(prompt))
+        chain, tokens = _chunks(prompt)
         bound = SPREAD * (sum(loads.values()) + extra) / len(loads)
+        new = max(NEW_TOKENS if new_tokens is None else new_tokens, FEWEST)
         with self._lock:
             found, depth = self._longest(chain, loads)
             if found is None:
                 found = max(loads, key=lambda name: _weight(chain[0], name))
             if loads[found] + extra > max(bound, extra):
-                found, depth = min(loads, key=lambda name: (loads[name], name)), 0
+                least = min(loads, key=lambda name: (loads[name], name != found, name))
+                if (loads[found] - loads[least]) / 2 * new > depth * tokens:
+                    found, depth = least, 0
             self.hits += depth
             self.misses += len(chain) - depth
             for chunk in chain:
@@ -72,16 +85,19 @@ class Router:
         return None, 0
 
 
-def _chunks(prompt: AnyPrompt | Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    """A digest of each beginning of the prompt, one chunk longer each; at least one."""
+def _chunks(prompt: AnyPrompt | Sequence[Mapping[str, Any]]) -> tuple[list[bytes], int]:
+    """A digest of each beginning of the prompt, one chunk longer each, of which there is one at
+    least; how many tokens a chunk has, about.
+    """
     data, size = _bytes_of(prompt)
-    digest = hashlib.blake2b(digest_size=16)
+    digest, found = hashlib.blake2b(digest_size=16), []
     for start in range(0, max(min(len(data), size * MAX_CHUNKS), 1), size):
         part = data[start : start + size]
         if start and len(part) < size:
-            return
+            break
         digest.update(part)
-        yield digest.digest()
+        found.append(digest.digest())
+    return found, size // 4
 
 
 def _bytes_of(prompt: Any) -> tuple[bytes, int]:

@@ -35,6 +35,22 @@ def test_a_busy_member_is_passed_over():
     assert router.choose(turns(1, 4), IDLE) == other  # its beginning is there now
 
 
+def test_a_beginning_that_costs_more_than_the_wait_is_stayed_with():
+    router = Router()
+    home = router.choose(turns(1, 40), IDLE)
+    busier = {**IDLE, home: 10.0}  # 1280 tokens known, 10 calls more
+    assert router.choose(turns(1, 41), busier, new_tokens=200) == home
+    assert router.choose(turns(1, 42), busier, new_tokens=300) != home
+
+
+def test_new_prompts_are_level():
+    """As those of conversations that all begin at once, and then stay where they are."""
+    router, loads = Router(), dict(IDLE)
+    for n in range(48):
+        loads[router.choose(turns(n, 8), loads, new_tokens=32)] += 1
+    assert max(loads.values()) <= 18
+
+
 def test_many_equal_prompts_are_spread():
     router, loads = Router(), dict(IDLE)
     for _ in range(30):

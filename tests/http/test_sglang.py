@@ -148,6 +148,23 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
     )  # fmt: skip
 
 
+def test_what_its_router_adds_to_openais_bodies_is_taken(http: httpx.Client) -> None:
+    """sglang-router 0.3 sends these with every request, whatever its client has sent."""
+    added = {"no_stop_trim": False, "skip_special_tokens": True, "return_hidden_states": False}
+    shared = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "stream": False, **added}
+    reply = http.post("/v1/completions", json={"prompt": "w1 w2", "echo": False, **shared})
+    assert reply.status_code == 200, reply.text
+    text = reply.json()["choices"][0]["text"]
+    kept = {**shared, "prompt": "w1 w2", "stop": text[1:3], "no_stop_trim": True}
+    ended = http.post("/v1/completions", json=kept).json()["choices"][0]["text"]
+    assert ended == text[: text.index(text[1:3]) + 2]
+    chat = {**shared, "separate_reasoning": True, "stream_reasoning": True}
+    said = {"messages": [{"role": "user", "content": "w1"}], "continue_final_message": False}
+    assert http.post("/v1/chat/completions", json={**chat, **said}).status_code == 200
+    refused = http.post("/v1/completions", json={**kept, "return_hidden_states": True})
+    assert (refused.status_code, "/v1/embeddings" in refused.text) == (400, True)
+
+
 @pytest.mark.parametrize(
     "mode", [pytest.param("abort", marks=MORE), pytest.param("in_place", marks=MORE), "retract"]
 )

@@ -38,8 +38,11 @@ ACCEPTED = frozenset(
     )
 )
 NEUTRAL: Mapping[str, Any] = {
-    "modalities": ["text"], "use_beam_search": False, "do_sample": True
+    "modalities": ["text"], "use_beam_search": False, "do_sample": True,
+    # SGLang's, which its router adds to each body.
+    "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True,
 }  # fmt: skip
+RENAMED: Mapping[str, str] = {"no_stop_trim": "include_stop_str_in_output"}  # this one, too
 # Fields that would change it, and what to do.
 UNSUPPORTED: Mapping[str, str] = {
     "functions": "use tools",
@@ -51,6 +54,9 @@ UNSUPPORTED: Mapping[str, str] = {
     "timeout": "this route has none: bound the wait in the client, which ends the request",
     "moderation": "nothing is moderated here: leave it out",
     "context_management": "send what the model is to see",
+    "return_hidden_states": "vectors of hidden states come from POST /v1/embeddings",
+    "separate_reasoning": "it is separate where the server has a --reasoning-parser",
+    "stream_reasoning": "it streams as it comes; stream=false brings all at once",
 }
 
 
@@ -112,8 +118,9 @@ class OpenAIBody(BaseModel):
         """Only known fields; an explicit null means the default."""
         if not isinstance(values, dict):
             return values
-        given = {key: value for key, value in values.items() if value is not None}
         known = list(cls.model_fields)
+        names = {key: new for key, new in RENAMED.items() if new in known}
+        given = {names.get(key, key): v for key, v in values.items() if v is not None}
         for key in [key for key in given if key not in known]:
             _check_unknown(str(key), given.pop(key), known)
         return given
