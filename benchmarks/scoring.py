@@ -1,18 +1,21 @@
 """Scoring given tokens against plain prefill of the same sequences, in neighbouring rounds.
 
     python benchmarks/scoring.py [--shape llama1b] [--tokens 4096] [--rounds 5] [--top 0,64]
+    python benchmarks/scoring.py --scored all --top 0 --rounds 25 --limit 300     # 10^5 tokens
 
 Weights are made up, in the sizes of ``make_checkpoint.py``; prefill is ``generate`` of one token.
 ``all``: every token of the sequences is scored; ``half``: the second half of each, as completions.
 The prefix cache is emptied before each run. Each run of scoring has a prefill of its own beside it,
 before it and behind it in turns; a ratio is that of such a pair, tokens per second of scoring over
-those of prefill. Printed are the medians with their range. ``--clock cpu``: by the CPU time of this
-process (one rank), for a machine that does other work, too.
+those of prefill. Printed are the medians with their range, and how many tokens were scored in all.
+``--limit``: seconds, over all lines, after which no further pair is begun. ``--clock cpu``: by the
+CPU time of this process (one rank), for a machine that does other work, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
@@ -38,6 +41,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of a run, in all sequences")
     parser.add_argument("--length", type=int, default=512, help="of a sequence")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scored", choices=("all", "half", "both"), default="both")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds of measuring")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--top", default="0,64", help="alternatives of each token, by commas")
     args = parser.parse_args()
@@ -72,8 +77,13 @@ def main() -> None:
                 run()
                 return CLOCKS[args.clock]() - start
 
-            for name, run in runs.items():
-                report(name, run, lambda: engine.generate(rows, PREFILL), seconds, args)
+            asked = [name for name in runs if args.scored in ("both", name.partition(",")[0])]
+            began = time.monotonic()
+            for number, name in enumerate(asked, 1):
+                until = began + args.limit * number / len(asked)
+                report(
+                    name, runs[name], lambda: engine.generate(rows, PREFILL), seconds, until, args
+                )
 
 
 def report(
@@ -81,11 +91,15 @@ def report(
     run: Callable[[], object],
     prefill: Callable[[], object],
     seconds: Callable[[Callable[[], object]], float],
+    until: float,
     args: argparse.Namespace,
 ) -> None:
-    """Measure pairs of the two, and print what came."""
-    pairs = []
+    """Measure pairs of the two, and print what came. ``until``: of the monotonic clock."""
+    pairs: list[tuple[float, float]] = []
     for number in range(args.rounds + 1):
+        longest = max(map(sum, pairs), default=0.0)  # by that clock, or less than it
+        if number > 1 and time.monotonic() + longest > until:
+            break
         first, second = (prefill, run) if number % 2 else (run, prefill)
         pair = (seconds(first), seconds(second))
         pairs.append(pair if number % 2 else pair[::-1])
@@ -95,7 +109,8 @@ def report(
     plain, scored = (tokens / statistics.median(side) for side in zip(*pairs, strict=True))
     print(
         f"{name:14} {scored:8.0f} tokens/s ({args.clock}), prefill {plain:8.0f}: "
-        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), "
+        f"{len(pairs) * (tokens // (2 if name.startswith('half') else 1))} tokens scored",
         flush=True,
     )
 

@@ -79,7 +79,7 @@ def test_an_unreachable_server_is_engine_closed_with_the_address_and_the_remedy(
     [
         (grpc.StatusCode.UNAUTHENTICATED, "why", errors.ConfigError),
         (grpc.StatusCode.UNIMPLEMENTED, "why", errors.ConfigError),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, "why", errors.DeadlineExceeded),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "longer timeout", errors.DeadlineExceeded),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls", errors.EngineOverloaded),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "9 larger than max", errors.InvalidRequest),
         (grpc.StatusCode.UNKNOWN, "why", errors.EngineError),
@@ -90,6 +90,26 @@ def test_a_status_without_our_metadata_is_judged_by_its_code(code, details, cls)
     assert type(back) is cls
     assert "host:1" in str(back)
     assert details in str(back)
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        ("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to "
+         "connect to remote host: Connection refused", "nothing listens there"),
+        ("errors resolving h:5: [field:hostname lookup error:address lookup failed for h:5: Domain "
+         "name not found]", "this host name is not known"),
+        ("last error: UNAVAILABLE: ipv4:127.0.0.1:8000: Failed parsing HTTP/2 (Expected SETTINGS "
+         "frame as the first frame, got frame type 79)", "is it the HTTP port?"),
+        ("last error: UNAVAILABLE: recvmsg:Connection reset by peer (104)", "it has ended"),
+        ("Socket closed", "it has ended"),
+        ("words of a later release", "failed or broke"),
+    ],
+)  # fmt: skip
+def test_why_a_service_does_not_answer_is_said_in_plain_words(details, words):
+    text = str(error_from_rpc(Failed(grpc.StatusCode.UNAVAILABLE, details, ()), "host:1"))
+    assert words in text
+    assert not any(raw in text for raw in ("UNKNOWN", "UNAVAILABLE", "ipv4", "recvmsg", "field:"))
 
 
 def test_value_errors_of_a_caller_are_value_errors():

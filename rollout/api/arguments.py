@@ -65,6 +65,18 @@ def as_completions(completions: Any) -> list[list[int]] | None:
     return [list(ids) for ids in completions]
 
 
+def as_experts(routed_experts: Any, count: int) -> list[Any]:
+    """One array, or None, for each of ``count`` sequences."""
+    if routed_experts is None:
+        return [None] * count
+    if not isinstance(routed_experts, list | tuple) or len(routed_experts) != count:
+        found = f"{len(routed_experts)}" if isinstance(routed_experts, list | tuple) else "no list"
+        raise InvalidRequest(
+            f"routed_experts must be a list of {count} arrays, one for each prompt, got {found}"
+        )
+    return list(routed_experts)
+
+
 def are_conversations(prompts: Any) -> bool:
     """Whether these are the messages of a conversation, or of several, instead of prompts."""
     first = prompts

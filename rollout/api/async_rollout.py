@@ -19,6 +19,7 @@ from rollout.api.arguments import (
     as_completions,
     as_conversation,
     as_conversations,
+    as_experts,
     as_ids,
     as_params,
     as_prompts,
@@ -262,6 +263,7 @@ class AsyncRollout:
         last_n: int | None = None,
         temperature: float = 1.0,
         adapter: str | None = None,
+        routed_experts: Sequence[Any] | None = None,
         request_ids: Sequence[str] | None = None,
     ) -> list[ScoreOutput]:
         """Logprobs of given tokens: each prompt's completion, or without ``completions`` all tokens
@@ -269,7 +271,9 @@ class AsyncRollout:
 
         ``last_n`` scores only that many of the last of them. ``top_logprobs`` adds the most likely
         tokens at each position. ``temperature``: of the distribution, in [1e-5, 1e9].
-        ``adapter``: which adapter the model runs with. Prompts are texts or lists of ids, and run
+        ``adapter``: which adapter the model runs with. ``routed_experts``: of a mixture, the experts
+        that each sequence's tokens are sent to, as ``Completion.routed_experts`` has them, one
+        array for each prompt (None: its routers choose). Prompts are texts or lists of ids, and run
         in the same steps as generation. Tokens before the first scored one may come from the
         prefix cache, and need no logits. ``InvalidRequest`` names a row with nothing to score;
         ``RequestAborted`` if a row was aborted, ``EngineError`` if the weights give NaN.
@@ -283,8 +287,12 @@ class AsyncRollout:
         each = as_prompts(prompts, self.backend.max_model_len, score_params(0, 0, 1.0))
         rows, starts = scored_rows(await self._ids_of(each), as_completions(completions), last_n)
         params = [
-            replace(score_params(top_logprobs, start, temperature), adapter=adapter)
-            for start in starts
+            replace(
+                score_params(top_logprobs, start, temperature),
+                adapter=adapter,
+                routed_experts=experts,
+            )
+            for start, experts in zip(starts, as_experts(routed_experts, len(rows)), strict=True)
         ]
         outputs = await self.generate(rows, params, request_ids=request_ids)
         return [ScoreOutput.of(output) for output in outputs]
@@ -420,14 +428,22 @@ class AsyncRollout:
         await self.start()
         await self.backend.resume()
 
-    async def sleep(self, level: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
+    async def sleep(
+        self, level: int = 1, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
         """Free device memory. Level 1 frees the KV cache and moves the weights to host memory;
-        level 2 drops the weights, so that a full update is needed. Running requests are frozen.
+        level 2 drops the weights, so that a full update is needed.
+
+        ``mode`` says what becomes of running requests: "keep" freezes them until ``wake_up``,
+        "wait" lets them finish first (``DeadlineExceeded``, and the engine stays awake, where they
+        do not in ``timeout`` seconds), "abort" ends them (``finish_reason`` "abort").
         """
         await self.start()
+        if not isinstance(mode, str):
+            raise InvalidRequest(f"sleep mode must be a text, such as 'keep', got {mode!r:.80}")
         if type(level) is not int or level not in (1, 2):
             raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r:.80}")
-        await self.backend.sleep(level, check_timeout(timeout))
+        await self.backend.sleep(level, mode, check_timeout(timeout))
 
     async def wake_up(
         self, tags: str | Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT

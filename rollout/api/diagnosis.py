@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -118,8 +119,9 @@ def diagnose(
     in its dtype), module by module. ``checkpoint``: a directory with the engine's config.json
     (default: the reference's, or the engine's own where that is in this process).
     ``trainer_temperature``: by which the trainer divides its logits (default: the params').
-    ``head_dtype``: the engine's, where it is elsewhere. ``ConfigError`` for models that run as
-    foreign code, and for recurrent ones.
+    The engine says which of its settings decide what layers compute (``hf_overrides``,
+    ``head_dtype`` ...); ``head_dtype`` is for one of a version that did not. ``ConfigError`` for
+    models that run as foreign code, recurrent and quantised ones.
     """
     if engine.server_info().task == "classify":
         raise ConfigError(
@@ -130,9 +132,11 @@ def diagnose(
     verdict = _weights(engine, reference, info, timeout)
     if verdict is not None:
         return Diagnosis(verdict=verdict, version=info.version)
-    directory, head_dtype = _where(engine, reference, checkpoint, head_dtype)
+    directory = _where(engine, reference, checkpoint)
+    settings = json.loads(engine.server_info().settings or "{}")
+    settings |= {} if head_dtype == "auto" else {"head_dtype": head_dtype}
     model = plain_model(reference, info.dtype)
-    ours = rebuilt_model(directory, info, model, head_dtype, timeout)
+    ours = rebuilt_model(directory, info, model, settings, timeout)
     params = params or SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True)
     params = replace(params, return_routed_experts=ours.config.moe is not None)
     samples = _samples(engine, ours.config.vocab_size, params, sequences)
@@ -224,13 +228,10 @@ def _pattern(
 # ---- the two stacks ----
 
 
-def _where(
-    engine: Rollout, reference: Any, checkpoint: str | Path | None, head_dtype: str
-) -> tuple[Path, str]:
-    """The directory of the engine's config, and the dtype of its head."""
+def _where(engine: Rollout, reference: Any, checkpoint: str | Path | None) -> Path:
+    """The directory of the engine's config."""
     backend = engine._async.backend
     if isinstance(backend, EmbeddedBackend):
-        head_dtype = backend.config.head_dtype if head_dtype == "auto" else head_dtype
         checkpoint = checkpoint or backend.core.directory
     if checkpoint is None and isinstance(reference, str | Path):
         checkpoint = reference
@@ -238,7 +239,7 @@ def _where(
         raise ConfigError(
             "diagnose: the engine is elsewhere; give checkpoint=, a directory with its config.json"
         )
-    return Path(checkpoint), head_dtype
+    return Path(checkpoint)
 
 
 def _samples(

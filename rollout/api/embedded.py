@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollout.config import EngineConfig
 from rollout.engine.ask import Asked
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
+from rollout.engine.facts import layer_settings
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.near_link import NearLink
@@ -193,6 +195,7 @@ class EmbeddedBackend:
             world_size=self.config.tensor_parallel_size,
             software=Speaks.here().software,
             task="classify" if core.model_config.labels else "",
+            settings=json.dumps(layer_settings(self.config)),
         )
 
     async def pause(self, mode: str, timeout: float) -> None:
@@ -201,10 +204,17 @@ class EmbeddedBackend:
     async def resume(self) -> None:
         await self.core.control.resume()
 
-    async def sleep(self, level: int, timeout: float) -> None:
+    async def sleep(self, level: int, mode: str, timeout: float) -> None:
         if self.prepared:  # what is staged would go, and with it the vote
             raise UpdateInProgress(f"update {self.prepared} waits for its decision: no sleep now")
-        await self.core.control.sleep(level, timeout)
+        control = self.core.control
+        if mode == "wait" and not control.asleep:
+            await control.finish_before_sleep(timeout)
+        try:
+            await control.sleep(level, mode, timeout)
+        except BaseException:
+            control.stay_awake()
+            raise
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
         await self.core.control.wake_up(tags, timeout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,20 +19,19 @@ def find_layer(
     directory: Path,
     ids: Sequence[int],
     info: WeightInfo,
-    *,
-    head_dtype: str = "auto",
-    deterministic: bool = False,
+    settings: Mapping[str, Any],
     timeout: float,
 ) -> list[str]:
     """Lines on ``ids`` through the checkpoint in ``directory`` by both stacks, module by module.
 
-    The engine's is built on this CPU with the ops that an engine of these settings runs. Where one
+    The engine's is built on this CPU with the ops that an engine of these ``settings`` (its
+    ``layer_settings``) runs; what they replace in the config is replaced on both sides. Where one
     module differs by more than rounding, it is named, and the op whose plain-torch reference, in
     the place of its kernel, mends it. Not while an engine of this process runs: ops are watched.
     """
     try:
-        plain = plain_model(directory, info.dtype)
-        ours = rebuilt_model(directory, info, plain, head_dtype, timeout, deterministic)
+        plain = plain_model(directory, info.dtype, settings.get("hf_overrides"))
+        ours = rebuilt_model(directory, info, plain, settings, timeout)
         comparison = LayerComparison(ours, TrainerRun(plain, [ids]), [ids])
         places = list(comparison.places())
     except ConfigError as error:

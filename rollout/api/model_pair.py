@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,20 +15,29 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
-from rollout.models.config import ModelConfig
+from rollout.models.config import ModelConfig, overridden
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.wire.frames import dtype_from_name
 
 
-def plain_model(reference: Any, dtype: torch.dtype) -> nn.Module:
-    """``reference``, or the transformers model of that directory, in ``dtype``."""
+def plain_model(
+    reference: Any, dtype: torch.dtype, overrides: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """``reference``, or the transformers model of that directory, in ``dtype``; ``overrides``
+    replace fields of its config.
+    """
     if isinstance(reference, nn.Module):
         return reference
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(str(reference), dtype=dtype)
+    given: dict[str, Any] = {}
+    if overrides:
+        values = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
+        kind = type(AutoConfig.from_pretrained(str(reference)))
+        given["config"] = kind.from_dict(overridden(values, overrides))
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(str(reference), dtype=dtype, **given)
     return model.eval()
 
 
@@ -34,25 +45,35 @@ def rebuilt_model(
     directory: Path,
     info: WeightInfo,
     reference: Any,
-    head_dtype: str,
+    settings: Mapping[str, Any],
     timeout: float,
-    deterministic: bool = False,
 ) -> CausalLM:
     """The engine's model, on this process's CPU, with the weights that both sides have.
 
-    ``info``: the engine's; ``head_dtype``, ``deterministic``: its settings. ``ConfigError`` for
-    what cannot be compared layer by layer.
+    ``info``: the engine's; ``settings``: its ``layer_settings``. ``ConfigError`` for what cannot
+    be compared layer by layer.
     """
-    config = ModelConfig.from_directory(directory)
-    head = None if head_dtype == "auto" else dtype_from_name(head_dtype)
+    if scheme := settings.get("quantization"):
+        raise ConfigError(
+            f"the engine holds its weights in {scheme}, which rounds more than any fault that a "
+            "comparison of layers could name: `rollout check --against` compares the weights, and "
+            "an engine without quantization the layers"
+        )
+    if (path := settings.get("module_map")) is not None:
+        raise ConfigError(
+            f"the engine runs modules of {path} (module_map), which are not compared layer by layer"
+        )
+    config = ModelConfig.from_directory(directory, overrides=settings.get("hf_overrides"))
+    head = settings.get("head_dtype")
     model = build_model(
         config,
         TensorParallel(),
         info.dtype,
         "cpu",
-        "auto",
-        head_dtype=head,
-        deterministic=deterministic,
+        settings.get("weight_layout", "auto"),
+        max_model_len=settings.get("max_model_len"),
+        head_dtype=None if head is None else dtype_from_name(head),
+        deterministic=settings.get("deterministic", False),
     )
     if not isinstance(model, CausalLM) or config.recurrent_layers:
         raise ConfigError(

@@ -251,10 +251,11 @@ class ColocatedRollout:
 
     # ---- memory ----
 
-    def sleep(self, level: int = 1, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def sleep(self, level: int = 1, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT) -> None:
         """Free memory on every rank for the trainer's step, as ``Rollout.sleep`` does."""
-        self._calls.agree("sleep", [level, timeout])
-        self._calls.first_does("sleep", lambda: self.engine.sleep(level, timeout), timeout)
+        self._calls.agree("sleep", [level, mode, timeout])
+        act = lambda: self.engine.sleep(level, mode, timeout)  # noqa: E731
+        self._calls.first_does("sleep", act, 2 * timeout if mode == "wait" else timeout)
 
     def wake_up(self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Take it back: "weights", "kv_cache", or None for both; as ``Rollout.wake_up``."""

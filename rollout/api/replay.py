@@ -11,7 +11,7 @@ from rollout.api.embedded import EmbeddedBackend
 from rollout.api.layer_search import find_layer
 from rollout.api.sync_rollout import Rollout
 from rollout.config import EngineConfig
-from rollout.engine.facts import differing_facts, engine_facts
+from rollout.engine.facts import differing_facts, engine_facts, layer_settings
 from rollout.engine.journal import JournaledRequest, JournaledSample, find_request
 from rollout.errors import ConfigError, EngineError
 from rollout.generation import Completion, SamplingParams
@@ -144,9 +144,10 @@ def replay(
             "replay compares tokens: ask for it again, the prompt is in the journal"
         )
     given = {k: v for k, v in found.facts["settings"].items() if k not in _LEFT_OUT}
-    given |= {"staging": "none", **settings}
+    # As it was, whatever the files have: those of a later step may be in a trainer's own dtype.
+    given |= {"dtype": found.facts["dtype"].removeprefix("torch."), "staging": "none", **settings}
     if checkpoint is not None:
-        given |= {"model": str(checkpoint), "revision": None}
+        given |= {"model": str(checkpoint), "revision": None, "load_format": "auto"}
     with Rollout(**given) as engine:
         backend = engine._async.backend
         assert isinstance(backend, EmbeddedBackend), "it was started here"
@@ -181,17 +182,11 @@ def _layers(
     wrong = next((sample for sample in samples if sample.first_difference is not None), None)
     if wrong is None or wrong.first_difference is None:
         return []
-    if facts["device"] != "cpu" or config.quantization != "none":
-        return ["layers: compared on a CPU alone, and of weights that are not quantised"]
+    if facts["device"] != "cpu":
+        return ["layers: compared on a CPU alone"]
     tokens = found.samples[wrong.index].token_ids[: wrong.first_difference[0] + 1]
-    return find_layer(
-        checkpoint,
-        found.prompt_token_ids + tokens,
-        info,
-        head_dtype=config.head_dtype,
-        deterministic=config.deterministic,
-        timeout=config.timeout,
-    )
+    ids = found.prompt_token_ids + tokens
+    return find_layer(checkpoint, ids, info, layer_settings(config), config.timeout)
 
 
 def _compared(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from rollout.cli.spellings import respelled
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
 from rollout.generation import SamplingParams
-from rollout.wire.spellings import SAMPLING, as_flag
+from rollout.wire.spellings import SAMPLING, as_flag, near
 
 ENGINE_FLAGS = tuple(f for f in fields(EngineConfig) if f.name != "model")
 SAMPLING_FLAGS = tuple(
@@ -55,9 +54,8 @@ class Parser(argparse.ArgumentParser):
         """What is wrong with ``word``: meant for another command, misspelt, or neither."""
         if not word.startswith("-"):
             return f"{word!r} is one argument too many; see `{command.prog} --help`"
-        owners = [p.prog for p in subparsers(self) if word in p._option_string_actions]
-        if owners:
-            return f"{word} is a flag of `{'`, `'.join(owners)}`, not of `{command.prog}`"
+        if owners := self._owners(word):
+            return f"{word} is a flag of {owners}, not of `{command.prog}`"
         theirs = {
             as_flag(name): as_flag(ours)
             for name, ours in SAMPLING.same.items()
@@ -65,9 +63,18 @@ class Parser(argparse.ArgumentParser):
         }
         if word in theirs:
             return f"unknown argument {word}; here it is {theirs[word]}"
-        near = difflib.get_close_matches(word, sorted(command._option_string_actions), 1)
-        hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`"
-        return f"unknown argument {word}; {hint}"
+        if meant := near(word, sorted({*command._option_string_actions, *theirs})):
+            return f"unknown argument {word}; did you mean {theirs.get(meant, meant)}?"
+        others = {flag for p in subparsers(self) for flag in p._option_string_actions}
+        if meant := near(word, sorted(others)):
+            owners = self._owners(meant)
+            return f"unknown argument {word}; did you mean {meant}? It is a flag of {owners}"
+        return f"unknown argument {word}; see `{command.prog} --help`"
+
+    def _owners(self, flag: str) -> str:
+        """The commands that have it; "" where none has."""
+        having = [f"`{p.prog}`" for p in subparsers(self) if flag in p._option_string_actions]
+        return ", ".join(having)
 
 
 def _take_words(words: list[str], rest: list[str]) -> list[str]:

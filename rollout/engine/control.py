@@ -20,6 +20,7 @@ T = TypeVar("T")
 WAKE_TAGS = ("weights", "kv_cache")
 ASLEEP = "the engine is asleep; call wake_up first"
 PAUSE_MODES = ("keep", "recompute", "wait", "abort")
+SLEEP_MODES = ("keep", "wait", "abort")
 
 
 class Control:
@@ -78,18 +79,38 @@ class Control:
     def reset_prefix_cache(self) -> Asked[None]:
         return self._ask("reset_prefix_cache", self._scheduler.blocks.reset_prefix_cache, None)
 
-    def sleep(self, level: int = 1, timeout: float | None = None) -> Asked[None]:
+    def finish_before_sleep(self, timeout: float) -> Asked[None]:
+        """Mode "wait" of a sleep, in front of it: let what has begun finish, and admit nothing
+        until ``wake_up`` or ``stay_awake``; ``DeadlineExceeded`` when it does not.
+        """
+        return self._loop.ask_drained("sleep", timeout)
+
+    def stay_awake(self) -> None:
+        """After ``finish_before_sleep``, where no sleep followed; never waits and never raises."""
+        self._loop.at_boundary(
+            lambda: None if self.asleep else self._loop.pause_state.open("sleep")
+        )
+
+    def sleep(
+        self, level: int = 1, mode: str = "keep", timeout: float | None = None
+    ) -> Asked[None]:
         """Free device memory: 1 keeps the weights in host memory, 2 drops them.
 
-        What runs is frozen and computed again after ``wake_up``; new calls get ``EngineClosed``.
-        Asleep already, or woken in part, it gives up what is not given up yet.
+        What runs is frozen and computed again after ``wake_up`` or, with the mode "abort", ends;
+        new calls get ``EngineClosed``. Asleep already, or woken in part, it gives up what is not
+        given up yet.
         """
         if level not in (1, 2):
             raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r}")
+        if mode not in SLEEP_MODES:
+            known = ", ".join(SLEEP_MODES)
+            raise InvalidRequest(f"sleep mode must be one of {known}, got {mode!r:.80}")
         wait = self._limit(timeout)
 
         def fall_asleep() -> None:
             self._loop.pause_state.freeze("sleep")
+            if mode == "abort":
+                self._outputs.abort(list(self._outputs.requests))
             self._pins.end("before a sleep")
             self._scheduler.recompute()
             self._scheduler.blocks.reset_prefix_cache()

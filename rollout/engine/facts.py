@@ -17,6 +17,26 @@ _ELSEWHERE = frozenset({
     *("undo", "components", "check_finite", "max_queued_requests", "staging", "max_staleness"),
     *("on_stale", "num_threads", "task"),
 })  # fmt: skip
+# What one layer computes depends on these, beside its weights, their dtype and the kernels.
+_OF_LAYERS = frozenset({
+    *("hf_overrides", "module_map", "head_dtype", "deterministic", "quantization"),
+    *("weight_layout", "max_model_len"),
+})  # fmt: skip
+
+
+def given_settings(config: EngineConfig) -> dict[str, Any]:
+    """Those beside the defaults, as plain values."""
+    given = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if value != (f.default if f.default_factory is MISSING else f.default_factory()):
+            given[f.name] = dict(value) if isinstance(value, Mapping) else value
+    return given
+
+
+def layer_settings(config: EngineConfig) -> dict[str, Any]:
+    """Those beside the defaults that whoever builds the same model elsewhere has to know."""
+    return {name: v for name, v in given_settings(config).items() if name in _OF_LAYERS}
 
 
 def engine_facts(
@@ -26,11 +46,6 @@ def engine_facts(
 
     ``ranks``: their start replies.
     """
-    given = {}
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if value != (f.default if f.default_factory is MISSING else f.default_factory()):
-            given[f.name] = dict(value) if isinstance(value, Mapping) else value
     return {
         "epoch": epoch,
         "software": Speaks.here().software,
@@ -40,7 +55,7 @@ def engine_facts(
         "deterministic": config.deterministic,
         "kernels": native_status(),
         "num_threads": config.resolved_num_threads,
-        "settings": given,
+        "settings": given_settings(config),
     }
 
 

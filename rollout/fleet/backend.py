@@ -208,12 +208,12 @@ class FleetBackend:
     async def resume(self) -> None:
         await self.hold.resume()
 
-    async def sleep(self, level: int, timeout: float) -> None:
+    async def sleep(self, level: int, mode: str, timeout: float) -> None:
         if level != 1:
             raise ConfigError(
                 "a fleet's members keep their weights, which those that join are given: sleep(1)"
             )
-        await self.hold.sleep(level, timeout)
+        await self.hold.sleep(level, mode, timeout)
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
         await self.hold.wake_up(tags, timeout)

@@ -60,9 +60,9 @@ class Hold:
     async def resume(self) -> None:
         await self._all(replace(self.wanted, paused=False), lambda client: client.resume())
 
-    async def sleep(self, level: int, timeout: float) -> None:
+    async def sleep(self, level: int, mode: str, timeout: float) -> None:
         wanted = replace(self.wanted, asleep=frozenset(WAKE_TAGS))
-        await self._or_as_before(wanted, lambda client: client.sleep(level, timeout))
+        await self._or_as_before(wanted, lambda client: client.sleep(level, mode, timeout))
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
         asleep = self.wanted.asleep.difference(WAKE_TAGS if tags is None else tags)
@@ -128,6 +128,6 @@ async def _bring(wanted: Held, client: RolloutClient) -> None:
     else:
         await client.resume()
     if wanted.asleep:
-        await client.sleep(1, DEFAULT_TIMEOUT)
+        await client.sleep(1, "keep", DEFAULT_TIMEOUT)
     if awake := [tag for tag in WAKE_TAGS if tag not in wanted.asleep]:
         await client.wake_up(awake, DEFAULT_TIMEOUT)

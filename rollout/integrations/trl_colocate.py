@@ -121,8 +121,8 @@ class LLM:
         wanted = sampling_params is not None and sampling_params.logprobs is not None
         return [_output(output, wanted) for output in self.rollout.generate(ids, sampling_params)]
 
-    def sleep(self, level: int = 1) -> None:
-        self.rollout.sleep(level)
+    def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        self.rollout.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.rollout.wake_up(tags)

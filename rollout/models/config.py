@@ -180,7 +180,7 @@ class ModelConfig:
         ``generation_config.json`` join those of the config; nothing else of that file is used.
         """
         file = Path(path) / "config.json"
-        values = _overridden(read_json(file), overrides or {})
+        values = overridden(read_json(file), overrides or {})
         config = cls.from_hf(values, file=str(file), registry=registry, code=code)
         extra_file = Path(path) / "generation_config.json"
         if not extra_file.is_file():
@@ -309,13 +309,13 @@ def _architectures(read: Reader) -> list[str]:
     return read.names("architectures")
 
 
-def _overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with fields replaced; an object in the place of another replaces its fields."""
     found = dict(values)
     for name, value in overrides.items():
         held = found.get(name)
         both = isinstance(held, Mapping) and isinstance(value, Mapping)
-        found[name] = _overridden(held, value) if both else value  # type: ignore[arg-type]
+        found[name] = overridden(held, value) if both else value  # type: ignore[arg-type]
     return found
 
 

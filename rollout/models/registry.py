@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import pkgutil
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.models import architectures as declared
 from rollout.models.arch import Arch
+from rollout.wire.spellings import near
 
 TYPO = 0.9  # how alike a name must be to be one misspelt, rather than another model's
 ENTRY_POINT_GROUP = "rollout.models"
@@ -91,10 +91,8 @@ class Registry:
         import transformers  # slow; what it has is another model's name, however like one of ours
 
         strange = [name for name in names if name not in dir(transformers)]
-        near = [
-            hit for name in strange for hit in difflib.get_close_matches(name, supported, 1, TYPO)
-        ]
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        meant = next(filter(None, (near(name, supported, TYPO) for name in strange)), None)
+        hint = f" Did you mean {meant!r}?" if meant else ""
         return ConfigError(
             f"architectures {names} are not supported.{why}{hint} Supported: "
             f"{', '.join(supported)}, and ...{CLASSIFIER} over those of text alone."

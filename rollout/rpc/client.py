@@ -213,9 +213,14 @@ class RolloutClient:
     async def resume(self) -> None:
         await self._call(ControlStub, "Resume", pb.ResumeRequest())
 
-    async def sleep(self, level: int, timeout: float) -> None:
-        request = pb.SleepRequest(level=level, timeout=timeout)
-        await self._call(ControlStub, "Sleep", request, timeout)
+    async def sleep(self, level: int, mode: str, timeout: float) -> None:
+        if mode != "keep" and "sleep_modes" not in self.features:
+            raise InvalidRequest(
+                f"the service at {self.address} is of a version that has no sleep but "
+                f'mode="keep": call pause_generation({mode!r}) before it'
+            )
+        request = pb.SleepRequest(level=level, mode=mode, timeout=timeout)
+        await self._call(ControlStub, "Sleep", request, 2 * timeout if mode == "wait" else timeout)
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
         request = pb.WakeUpRequest(tags=tags or (), timeout=timeout)

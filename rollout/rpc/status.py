@@ -50,6 +50,25 @@ SERVER_OPTIONS = (
 )
 
 
+# What is within gRPC's words, which differ from release to release -> plain ones.
+_REASONS = (
+    ("refused", "nothing listens there"),
+    ("domain name not found", "this host name is not known"),
+    ("resolv", "this host name cannot be looked up"),
+    ("dns", "this host name cannot be looked up"),
+    ("parsing http/2", "what listens there does not speak gRPC (is it the HTTP port?)"),
+    ("http1", "what listens there does not speak gRPC (is it the HTTP port?)"),
+    ("handshake", "TLS could not be agreed on"),
+    ("unreachable", "there is no way to this host"),
+    ("no route", "there is no way to this host"),
+    ("time", "nothing came back in time"),
+    ("goaway", "it has ended, or is about to"),
+    ("reset by peer", "the connection was cut: it has ended, or something between cut it"),
+    ("socket closed", "the connection was cut: it has ended, or something between cut it"),
+    ("broken pipe", "the connection was cut: it has ended, or something between cut it"),
+)
+
+
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Code, details and trailing metadata that carry ``error`` to a client."""
     wire = to_wire(error)
@@ -61,6 +80,14 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     # Details travel beside the metadata and under the same limit: a first line is enough there.
     data = json.dumps(wire, ensure_ascii=False).encode()
     return code, wire["message"][:256], ((ERROR_KEY, data),)
+
+
+def reason(details: str | None) -> str:
+    """In plain words what gRPC says of a connection that failed; its own are in ``__cause__``."""
+    said = (details or "").lower()
+    return next(
+        (words for key, words in _REASONS if key in said), "the connection to it failed or broke"
+    )
 
 
 def is_typed(error: Any) -> bool:
@@ -76,14 +103,22 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.UNAVAILABLE:
         return EngineClosed(
-            f"the rollout service at {address} does not answer ({details}); start it with `rollout "
-            "serve MODEL --grpc-port PORT`, or check the address it printed as grpc="
+            f"the rollout service at {address} does not answer: {reason(details)}; start it with "
+            "`rollout serve MODEL --grpc-port PORT`, or check the address it printed as grpc="
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(
+            f"no answer from {address} in time: it is busy, cannot be reached, or is no rollout "
+            "service; ask it with `rollout info`, give a longer timeout, or check the address"
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ConfigError(
+            f"{address} does not know this call ({details}): it is no rollout service, or one of "
+            "another version; check the address it printed as grpc="
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in (details or ""):
         return EngineOverloaded(f"{address}: {details}")
     kinds: dict[Any, type[RolloutError]] = {
-        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-        grpc.StatusCode.UNIMPLEMENTED: ConfigError,
         grpc.StatusCode.UNAUTHENTICATED: ConfigError,
         grpc.StatusCode.CANCELLED: RequestAborted,
         grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,

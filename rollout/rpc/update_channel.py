@@ -16,7 +16,7 @@ from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import UPDATE, command_to_wire, document
 from rollout.rpc.outbox import Outbox
-from rollout.rpc.status import error_from_rpc, is_typed
+from rollout.rpc.status import error_from_rpc, is_typed, reason
 from rollout.weight_sync.protocol.link import Forward, StreamOffer
 from rollout.weight_sync.protocol.messages import (
     Begun,
@@ -311,7 +311,7 @@ class GrpcWeightChannel:
         if self._begun and lost and not is_typed(error):
             return TransferFailed(
                 f"the link to {self._address} broke during the update{self._within}: "
-                f"{error.details()}; weight_info() tells which version is live"
+                f"{reason(error.details())}; weight_info() tells which version is live"
             )
         return error_from_rpc(error, self._address)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import difflib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +27,13 @@ from rollout.server.verbs import Size, UpdateInfo, derived_id, engine_of
 from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weight_sync.versions.follower import looks
+from rollout.wire.spellings import near
 
 T = TypeVar("T")
 Document = dict[str, Any]
 GROUP = "weight_update_group"  # SGLang's own name for it
 FLATTENED = Packing(packed=True, nbytes=1 << 62)  # all tensors of a call as one broadcast
 PAUSE_MODES = {"abort": "abort", "in_place": "keep", "retract": "recompute"}
-TYPO = 0.8  # of difflib: SGLang has fields that are further from one of these
 DISK_LIMIT = 600.0  # seconds of each wait while a checkpoint is read
 _TAGS = ("weights", "kv_cache", "cuda_graph")
 
@@ -51,9 +50,8 @@ class _Body(BaseModel):
     def _spelt(cls, given: Any) -> Any:
         known = list(cls.model_fields)
         for name in given if isinstance(given, dict) else ():
-            near = difflib.get_close_matches(str(name), known, 1, TYPO)
-            if near and name not in known:
-                raise ValueError(f"unknown field {name:.80}; did you mean {near[0]!r}?")
+            if name not in known and (meant := near(str(name), known)):
+                raise ValueError(f"unknown field {name:.80}; did you mean {meant!r}?")
         return given
 
 

@@ -10,7 +10,6 @@ digests are judged in it, so either spelling, in a file or a stream, is the same
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from rollout.weights import (
 )
 from rollout.weights.fused_boxes import FusedBoxes, from_slots, patch_of
 from rollout.weights.fused_rows import FusedRows, fused_rows
+from rollout.wire.spellings import near
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,15 +303,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     patterns: dict[str, list[str]] = defaultdict(list)
     for one in known:
         patterns[_words(one)].append(one)
-    close = difflib.get_close_matches(_words(name), patterns, 1)
-    if not close:
+    if (pattern := near(_words(name), patterns)) is None:
         return None
     wanted = _numbers(name)
 
     def distance(one: str) -> list[int]:
         return [abs(a - b) for a, b in zip(_numbers(one), wanted, strict=False)]
 
-    return min(patterns[close[0]], key=distance)
+    return min(patterns[pattern], key=distance)
 
 
 def _words(name: str) -> str:

@@ -7,7 +7,7 @@ no dialect says otherwise, an unknown name is refused with what is said of it he
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import wraps
@@ -16,6 +16,18 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Namer = Callable[[str], str]  # how one of our settings is written where a text is shown
+_ALIKE = 0.75  # of difflib: less is another word, and a suggestion that misleads
+_BEGINS = 5  # letters that are enough to know a name by its beginning
+
+
+def near(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
+    """The one of ``known`` that ``name`` is a misspelling or the beginning of; None: of none."""
+    plain = {one.lstrip("-").replace("-", "_").lower(): one for one in known}
+    word = name.lstrip("-").replace("-", "_").lower()
+    if found := difflib.get_close_matches(word, plain, 1, alike):
+        return plain[found[0]]
+    begun = [one for one in plain if one.startswith(word)] if len(word) >= _BEGINS else []
+    return plain[min(begun, key=len)] if begun else None
 
 
 def in_python(name: str) -> str:
@@ -48,8 +60,10 @@ class Spellings:
             return f"here it is {ours[0]}={ours[1]!r}"
         if (why := self.why_refused(name)) is not None:
             return why
-        if near := difflib.get_close_matches(name, known, 1):
-            return f"did you mean {near[0]!r}?"
+        theirs = {key: mine for key, mine in self.same.items() if isinstance(mine, str)}
+        theirs = {key: mine for key, mine in theirs.items() if mine in known}
+        if (meant := near(name, [*known, *theirs])) is not None:
+            return f"did you mean {theirs.get(meant, meant)!r}?"
         return f"known: {', '.join(known)}" if known else "there are none"
 
 

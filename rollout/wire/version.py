@@ -19,7 +19,7 @@ OLDEST, PROTOCOL = 5, 5  # versions of the gRPC services and the documents in th
 # Beyond what version 5 began with.
 FEATURES = (
     *("continued", "components", "images", "limits", "merged", "prepare", "regions", "relays"),
-    *("repeats", "score", "shares"),
+    *("repeats", "score", "shares", "sleep_modes"),
 )
 PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its range, "5" or "5-7"
 SOFTWARE_KEY = "rollout-software"  # and its packages, which errors name
@@ -95,6 +95,7 @@ class ServerInfo:
     features: tuple[str, ...] = FEATURES
     software: str = ""  # its packages
     task: str = ""  # "classify": it has a score head in the place of a language model's
+    settings: str = ""  # JSON of those beside the defaults that decide what its layers compute
 
     @property
     def speaks(self) -> Speaks:

@@ -17,6 +17,7 @@ from shared_engines import standing_still
 from rollout import AsyncRollout, Rollout, SamplingParams
 from rollout.errors import (
     ConfigError,
+    DeadlineExceeded,
     EngineClosed,
     InvalidRequest,
     PromptTooLong,
@@ -237,8 +238,37 @@ def test_pause_sleep_and_wake_are_obeyed(face):
     face.wake_up()
     face.reset_prefix_cache()
     assert face.generate([1], GREEDY)[0].finished
+    face.sleep(1, "wait")
+    assert face.metrics().state == "asleep"
+    face.wake_up()
+    with pytest.raises(InvalidRequest, match="keep, wait, abort"):
+        face.sleep(mode="maybe")
+    assert face.generate([1], GREEDY)[0].finished
     with pytest.raises(InvalidRequest, match="keep, recompute, wait, abort"):
         face.pause_generation("maybe")
+
+
+def test_what_runs_at_a_sleep_ends_as_its_mode_says(face, engine):
+    def begun_stream():
+        stream = face.stream([1, 2, 3], LONG)
+        next(stream)
+        return stream
+
+    stream = begun_stream()
+    engine.pause_generation()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            face.sleep(mode="wait", timeout=0.1)
+        assert engine.metrics().state == "paused", "what runs cannot finish: it stays awake"
+        face.sleep(mode="abort")
+        assert [*stream][-1].outputs[0].finish_reason == "abort"
+        face.wake_up()
+    finally:
+        engine.resume_generation()
+    stream = begun_stream()
+    face.sleep(mode="wait")
+    assert [*stream][-1].outputs[0].finish_reason == "length"
+    face.wake_up()
 
 
 def test_a_closed_rollout_says_so(engine):

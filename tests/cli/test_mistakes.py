@@ -42,6 +42,10 @@ def test_unknown_flags_name_the_nearest(run: Run, tiny: Path) -> None:
     refused(run("launch"), "launch")
     refused(run(), "COMMAND")
     refused(run("serve", tiny, "--modle", tiny), "did you mean --model?")
+    refused(run("serve", tiny, "--temprature", 1), "did you mean --temperature? It is a flag of `")
+    refused(run("serve", tiny, "--quant", "int8"), "did you mean --quantization?")
+    for far in ("--lora", "--temp", "--gpu-memory", "--verbose", "--debug"):
+        refused(run("serve", tiny, far, 1), f"unknown argument {far}; see `rollout serve --help`")
     refused(run("serve", tiny, "--stop", "x"), "--stop is a flag of `rollout generate`, not of")
     refused(run("generate", tiny, "--max-new-tokens", 3), "here it is --max-tokens")
     refused(run("serve", tiny, "again"), "'again' is one argument too many")

@@ -14,16 +14,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.api.diagnosis import diagnose
 from rollout.api.replay import _params, replay
 from rollout.cli.main import main
 from rollout.engine.journal import Journal, journal_files, read_journal
 from rollout.errors import ConfigError
 from rollout.generation import VersionSpan
-from rollout.kernels import silu_mul
+from rollout.kernels import rms_norm, silu_mul
+from rollout.kernels.rms_norm import cpu as norm_cpu
 from rollout.kernels.silu_mul import cpu
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -111,6 +114,47 @@ def test_a_kernel_that_computes_something_else_is_named_with_its_token_and_layer
     report = replay(journal, first.request_id, checkpoint=tiny)  # here no token has a logprob
     assert report.samples[0].first_difference == (0, first.outputs[0].token_ids[0], None)
     assert report.layers[0].startswith("layer: mlp at layers.0.mlp differs")
+
+
+def test_what_an_engine_replaced_in_the_config_and_its_dtype_are_those_of_a_replay(
+    tmp_path, monkeypatch
+):
+    """The checkpoint of a later step has neither; layers are compared, diagnosed, with both."""
+    model = write_tiny(tmp_path / "tiny", "qwen3", seed=1, dtype=torch.bfloat16)
+    engine = {"device": "cpu", "num_threads": 1, "skip_tokenizer_init": True, "seed": 3}
+    engine["deterministic"] = True  # op by op, so that one can be made wrong
+    journal = str(tmp_path / "journal")
+    with Rollout(tmp_path / "tiny", **engine) as plain:
+        [unlike] = plain.generate(PROMPT, DRAWN)
+    rope = {"rope_parameters": {"rope_theta": 2.0}}
+    with Rollout(
+        tmp_path / "tiny", hf_overrides=rope, head_dtype="float32", journal=journal, **engine
+    ) as changed:
+        [first] = changed.generate(PROMPT, DRAWN)
+        asked = {"sequences": 1, "params": SamplingParams(max_tokens=8)}
+        with Rollout.connect(changed.address) as far:
+            found = diagnose(far, tmp_path / "tiny", **asked)
+        assert (found.verdict.kind, found.verdict.name) == ("rope", "rotary_emb")
+        model.config.rope_parameters["rope_theta"] = 2.0
+        alike = type(model)(model.config).to(torch.bfloat16)
+        alike.load_state_dict(model.state_dict())
+        model.model.rotary_emb = alike.model.rotary_emb
+        verdict = diagnose(changed, model, **asked).verdict
+        assert (verdict.kind, verdict.name) == ("head", "lm_head")  # float32 there alone
+    assert first.outputs[0].token_ids != unlike.outputs[0].token_ids
+    wide = tmp_path / "wide"  # as a trainer saves it
+    model.float().save_pretrained(wide)
+    shutil.copy(tmp_path / "tiny" / "config.json", wide)
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    report = replay(journal, first.request_id, checkpoint=wide)
+    assert report.same, report.lines()
+    assert report.settings == ()
+    honest = norm_cpu.rms_norm
+    monkeypatch.setattr(norm_cpu, "rms_norm", lambda *args: honest(*args) * 3)
+    monkeypatch.setattr(rms_norm, "_by_device", {})
+    report = replay(journal, first.request_id, checkpoint=wide)
+    assert report.layers[0].startswith("layer: norm at layers.0.input_layernorm"), report.layers
 
 
 def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts_drops(

@@ -34,6 +34,7 @@ def test_a_live_update_equals_a_start_from_the_merged_checkpoint(
         model = adapted(checkpoints["a"], 7)
         receipt = engine.update_weights(model, partial=partial)
         assert outcome(engine) == said
+        assert receipt.details["merged_adapters"] == "default"
         assert receipt.num_tensors == (6 if partial else engine.preflight(model).num_tensors)
         assert engine.check_weights(model).equal
         assert engine.check_weights(path).equal

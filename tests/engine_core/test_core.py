@@ -468,7 +468,7 @@ def test_an_absurd_timeout_is_refused_and_shuts_no_gate(start: Start, timeout: A
     for verb in (
         lambda: core.control.pause("wait", timeout).result(),
         lambda: core.control.pause("keep", timeout).result(),
-        lambda: core.control.sleep(1, timeout).result(),
+        lambda: core.control.sleep(1, timeout=timeout).result(),
         lambda: core.control.wake_up(timeout=timeout).result(),
     ):
         with pytest.raises(InvalidRequest, match="timeout must be a number of seconds"):

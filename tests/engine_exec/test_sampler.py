@@ -90,6 +90,16 @@ def test_processed_is_tempered_logprob_minus_log_kept_mass(name):
         assert abs(float(exact) - float(out.processed[i])) < 1e-5
 
 
+@pytest.mark.parametrize("filters", [{"top_p": 1e-6}, {"top_p": 0.9}, {"top_k": 1}])
+def test_no_logprob_is_above_zero(filters):
+    """Sums of exponentials round; the token that is left alone has all of the mass."""
+    out = Sampler().sample(
+        peaked(256, seed=5, scale=9.0), repeated(SamplingParams(**filters), range(256))
+    )
+    for given in (out.raw, out.processed, out.log_kept_mass):
+        assert (given <= 0).all()
+
+
 def mixed_sequences():
     settings = [
         {},

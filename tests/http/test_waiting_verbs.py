@@ -117,7 +117,7 @@ async def test_an_absurd_timeout_is_refused_at_every_door_and_pauses_nothing(
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     for call in (
         engine.pause_generation("wait", float(timeout)),
-        engine.sleep(1, float(timeout)),
+        engine.sleep(1, timeout=float(timeout)),
         engine.rollback(float(timeout)),
     ):
         with pytest.raises(InvalidRequest, match="at most 86400"):

@@ -159,7 +159,8 @@ def _draw(
     scores = values.gather(1, tokens[:, None])[:, 0].float()
     if scale is not None:
         scores = scores / scale
-    return tokens, scores.double() - scan.lse - log_kept, log_kept, kept
+    # Both sums round: of a token that is alone the difference may be above 0 by an epsilon.
+    return tokens, (scores.double() - scan.lse - log_kept).clamp_max(0.0), log_kept, kept
 
 
 def _kept(

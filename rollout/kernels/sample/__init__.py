@@ -42,7 +42,7 @@ def sample(
         token = int(torch.searchsorted(mass, draws[row] * mass[-1], right=True))
         token = min(token, int(probs.nonzero()[-1]))
         kept = min(0.0, float(mass[-1].log()))
-        value = float(scaled.log_softmax(-1)[token]) - kept
+        value = min(float(scaled.log_softmax(-1)[token]) - kept, 0.0)  # NaN stays
         tokens.append(token)
         scores.append((float(raw[row, token]), value, kept))
     device = logits.device

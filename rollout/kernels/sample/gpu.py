@@ -171,6 +171,7 @@ def _draw(
     raw = value - tl.log(mass)
     log_kept = tl.where(drawing, tl.minimum(tl.log(kept) - tl.log(warm_mass), 0.0), 0.0)
     warm = value / heat - tl.log(warm_mass) - log_kept
+    warm = tl.where(warm > 0.0, 0.0, warm)  # rounding; NaN stays
     processed = tl.where(drawing, warm, raw)
     tl.store(tokens + row, token)
     tl.store(scores + row * 3, raw.to(tl.float32))

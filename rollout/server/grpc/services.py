@@ -161,7 +161,7 @@ class ControlService:
 
     @answers
     async def Sleep(self, request: Any) -> Any:  # noqa: N802
-        await self._rollout.sleep(request.level, seconds(request))
+        await self._rollout.sleep(request.level, request.mode or "keep", seconds(request))
         return pb.Done()
 
     @answers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, get_origin
@@ -15,6 +14,7 @@ from starlette.responses import Response
 
 from rollout.errors import InvalidRequest
 from rollout.server.auth import Access, access_of
+from rollout.wire.spellings import near
 
 _GATEWAYS = frozenset(("api-version",))  # what is added on the way, and asks for nothing
 
@@ -83,8 +83,8 @@ def check_names(given: Collection[str], known: Collection[str], path: str) -> No
     for name in given:
         if name in known:
             continue
-        if near := difflib.get_close_matches(name, known, 1):
-            hint = f"did you mean {near[0]!r}?"
+        if (meant := near(name, known)) is not None:
+            hint = f"did you mean {meant!r}?"
         else:
             hint = f"known: {', '.join(sorted(known))}" if known else "it takes none"
         raise InvalidRequest(f"unknown parameter {name[:80]!r} of {path}; {hint}")

@@ -59,10 +59,10 @@ class PauseAsked(BaseModel):
 
 
 class SleepAsked(BaseModel):
-    """``mode``: "keep" freezes running requests, "abort" ends them before."""
+    """``mode``: "keep" freezes running requests, "wait" lets them finish, "abort" ends them."""
 
     level: int = 1
-    mode: Literal["keep", "abort"] = "keep"
+    mode: str = "keep"
     timeout: Timeout = DEFAULT_TIMEOUT
 
 
@@ -128,9 +128,7 @@ async def sleep(
     rollout: Engine, asked: Annotated[SleepAsked, Depends(Asked(SleepAsked))]
 ) -> dict[str, Any]:
     _check(asked.level in (1, 2), f"level must be 1 or 2, got {asked.level}")
-    if asked.mode == "abort":
-        await rollout.abort()
-    await rollout.sleep(asked.level, asked.timeout)
+    await rollout.sleep(asked.level, asked.mode, asked.timeout)
     return {"status": "asleep", "level": asked.level}
 
 

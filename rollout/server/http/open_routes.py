@@ -6,7 +6,6 @@ listener that is bound to one network; at the other addresses the tokens are ask
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError
 from rollout.server.http.app import DIALECTS
+from rollout.wire.spellings import near
 
 HTTP_ROUTES = frozenset(path for dialect in DIALECTS for path in dialect.routes.paths)
 
@@ -46,9 +46,8 @@ class OpenRoutes:
 
 
 def _hint(route: str) -> str:
-    near = difflib.get_close_matches(route, sorted(HTTP_ROUTES), 1)
-    if near:
-        return f"did you mean {near[0]}?"
+    if meant := near(route, sorted(HTTP_ROUTES)):
+        return f"did you mean {meant}?"
     return f"routes are named one by one: {', '.join(sorted(HTTP_ROUTES))}"
 
 

@@ -32,7 +32,8 @@ TokenIds = list[Annotated[int, Field(ge=0)]]
 
 class ScoreBody(BaseModel):
     """As ``Rollout.score``. ``encoding_format`` "base64": arrays as {"dtype", "shape", "data"},
-    little-endian; "float": as lists, with null for minus infinity.
+    little-endian; "float": as lists, with null for minus infinity. ``routed_experts``: each in that
+    base64 form.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -45,6 +46,7 @@ class ScoreBody(BaseModel):
     encoding_format: Literal["float", "base64"] = "float"
     model: str | None = None
     adapter: str | None = None
+    routed_experts: list[dict[str, Any] | None] | None = None
     request_id: str | None = None
 
     @model_validator(mode="before")
@@ -73,6 +75,7 @@ async def score(rollout: Engine, body: ScoreBody, request: Request) -> Response:
         last_n=body.last_n,
         temperature=body.temperature,
         adapter=params.adapter,
+        routed_experts=body.routed_experts,
         request_ids=[name if count == 1 else f"{name}-{index}" for index in range(count)],
     )
     done = await unless_disconnected(request, work)

@@ -6,7 +6,6 @@ and is not served is refused by name; one that could not is taken and has no eff
 
 from __future__ import annotations
 
-import difflib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from rollout.generation import NAN_LOGITS, Completion, PromptInput, RequestOutpu
 from rollout.server.http.answers import TokenText
 from rollout.server.http.finite import finite
 from rollout.server.http.side_channels import sglang_experts, sglang_mask
+from rollout.wire.spellings import near
 
 MAX_NEW_TOKENS = 128  # where a request says nothing
 TokenIds = list[Annotated[int, Field(ge=0)]]
@@ -217,8 +217,8 @@ def _asks(value: Any) -> bool:
 def _refusal(key: str, known: Sequence[str], named: Sequence[str]) -> str:
     if key in named:
         return f"{key} is not served here: leave it out"
-    near = difflib.get_close_matches(key, known, 1)
-    return f"unknown field {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    meant = near(key, known)
+    return f"unknown field {key!r}" + (f"; did you mean {meant!r}?" if meant else "")
 
 
 # ---- answers ----

@@ -7,7 +7,6 @@ are known to change an answer, and are not done here. What else is unknown is lo
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -20,7 +19,7 @@ from rollout.config import MAX_TIMEOUT
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.server.http.grammars import Grammar, of_response_format
-from rollout.wire.spellings import SAMPLING
+from rollout.wire.spellings import SAMPLING, near
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def _check_unknown(field: str, value: Any, known: list[str]) -> None:
         return
     if why := UNSUPPORTED.get(field) or SAMPLING.why_refused(field):
         raise ValueError(f"{field} is not supported; {why}")
-    if field in SAMPLING.same or difflib.get_close_matches(field, known, 1):
+    if field in SAMPLING.same or near(field, known):
         raise ValueError(f"unknown field {field:.80}; {SAMPLING.hint(field, known)}")
     _warn_of(field[:80])
 

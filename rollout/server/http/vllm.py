@@ -331,7 +331,7 @@ class RpcBody(BaseModel):
 
 
 async def _sleep(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
-    await rollout.sleep(kwargs.get("level", 1))
+    await rollout.sleep(kwargs.get("level", 1), kwargs.get("mode", "keep"))
 
 
 async def _sleep_for_sync(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
@@ -348,7 +348,7 @@ async def _reset(rollout: AsyncRollout, kwargs: Mapping[str, Any]) -> None:
 
 # By RPC vLLM calls whatever its workers have; here these, each one verb.
 RPC: Mapping[str, tuple[frozenset[str], Callable[..., Awaitable[None]]]] = {
-    "sleep": (frozenset(("level",)), _sleep),
+    "sleep": (frozenset(("level", "mode")), _sleep),
     "wake_up": (frozenset(("tags",)), _wake_up),
     "reset_prefix_cache": (frozenset(), _reset),
     "skyrl_sleep_for_weight_sync": (frozenset(("offload_kv",)), _sleep_for_sync),

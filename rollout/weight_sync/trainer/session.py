@@ -93,6 +93,7 @@ class UpdateSession:
     stats: TransferStats
     options: UpdateOptions
     connect: Callable[[], WeightLink]
+    merged: tuple[str, ...] = ()  # adapters, by PEFT's names
 
     def gathered(self, piece: Piece) -> Piece:
         """A piece of the source, as it is to be packed."""
@@ -144,6 +145,8 @@ class UpdateSession:
         details = {"sent_bytes": ",".join(map(str, sent))} if sent else {}
         if self.buckets.read_in_place:
             details["read_in_place"] = f"{self.buckets.read_in_place} tensors"
+        if self.merged:
+            details["merged_adapters"] = ", ".join(self.merged)
         if self.buckets.packed_because:
             details["packed_because"] = self.buckets.packed_because
         if encoding.name == "delta":
@@ -263,8 +266,9 @@ class Opener:
                 buckets.connect()
             undo.pop_all()
         return UpdateSession(
-            plan, request, way, channel, sender, buckets, self.stats, options, self.connect
-        )
+            plan, request, way, channel, sender, buckets, self.stats, options, self.connect,
+            (*source.merged, *options.merged),
+        )  # fmt: skip
 
     def _request(
         self,
