@@ -271,12 +271,13 @@ class AsyncRollout:
 
         ``last_n`` scores only that many of the last of them. ``top_logprobs`` adds the most likely
         tokens at each position. ``temperature``: of the distribution, in [1e-5, 1e9].
-        ``adapter``: which adapter the model runs with. ``routed_experts``: of a mixture, the experts
-        that each sequence's tokens are sent to, as ``Completion.routed_experts`` has them, one
-        array for each prompt (None: its routers choose). Prompts are texts or lists of ids, and run
-        in the same steps as generation. Tokens before the first scored one may come from the
-        prefix cache, and need no logits. ``InvalidRequest`` names a row with nothing to score;
-        ``RequestAborted`` if a row was aborted, ``EngineError`` if the weights give NaN.
+        ``adapter``: which adapter the model runs with. ``routed_experts``: of a mixture, an array
+        for each prompt, the experts that its sequence's tokens are sent to, as
+        ``Completion.routed_experts`` has them (None: its routers choose). Prompts are texts or
+        lists of ids, and run in the same steps as generation. Tokens before the first scored one
+        may come from the prefix cache, and need no logits. ``InvalidRequest`` names a row with
+        nothing to score; ``RequestAborted`` if a row was aborted, ``EngineError`` if the weights
+        give NaN.
         """
         await self.start()
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):

@@ -23,6 +23,7 @@ _LEFT_OUT = (
     *("undo", "staging", "max_staleness", "on_stale", "max_adapters", "progress"),
 )
 _NAMED = 8  # tensors that a line names
+ADAPTER = "adapter "  # what differs, in the place of a tensor's name
 _SIGNED = 1 << 63
 
 
@@ -97,6 +98,11 @@ class ReplayReport:
         return lines
 
     def _because(self) -> str:
+        if self.differing and self.differing[0].startswith(ADAPTER):
+            return (
+                "the adapter is another than the one that the tokens came from: give the directory "
+                "of that version with --adapter"
+            )
         if self.differing:
             return (
                 "the weights are others than those that the tokens came from, first in "
@@ -120,12 +126,14 @@ def replay(
     request_id: str,
     *,
     checkpoint: str | Path | None = None,
+    adapter: str | Path | None = None,
     **settings: Any,
 ) -> ReplayReport:
     """Start an engine as the journal's was, or on ``checkpoint``, and run the request again.
 
     ``settings``: of ``EngineConfig``, in place of the recorded ones. Each sample is drawn with the
     seed that it had, up to the first token of a version whose weights are not the checkpoint's.
+    ``adapter``: the directory of the one that the request had, as PEFT writes it.
     Where tokens differ and no weight does, the layers of ``checkpoint`` are compared with
     transformers' (``layer_search.py``). ``ConfigError`` for an unknown request, or one that cannot
     be run again (images).
@@ -133,11 +141,13 @@ def replay(
     found = find_request(Path(journal).expanduser(), request_id)
     if found.images:
         raise ConfigError(f"request {request_id!r} had images, which the journal does not keep")
-    if found.params.adapter is not None:
+    if found.adapter and adapter is None:
         raise ConfigError(
-            f"request {request_id!r} had adapter {found.params.adapter!r}, which the journal does "
-            "not keep"
+            f"request {request_id!r} had adapter {found.adapter}, whose factors the journal does "
+            "not keep: give its directory, as PEFT's save_pretrained wrote it, with --adapter DIR"
         )
+    if adapter is not None and not found.adapter:
+        raise ConfigError(f"request {request_id!r} had no adapter: leave out --adapter")
     if not any(sample.token_ids for sample in found.samples):
         raise ConfigError(
             f"request {request_id!r} drew no token (it scored, classified or embedded), and a "
@@ -148,16 +158,19 @@ def replay(
     given |= {"dtype": found.facts["dtype"].removeprefix("torch."), "staging": "none", **settings}
     if checkpoint is not None:
         given |= {"model": str(checkpoint), "revision": None, "load_format": "auto"}
+    given |= {"max_adapters": 1} if adapter is not None else {}
     with Rollout(**given) as engine:
         backend = engine._async.backend
         assert isinstance(backend, EmbeddedBackend), "it was started here"
         live = backend.digests(backend.config.start_timeout)
         facts = engine_facts(backend.config, 0, backend.core.rank_info)
         weights, differing, usable = _compared(found, live)
+        if adapter is not None:
+            differing += _adapted(engine, found, Path(adapter))
         samples = [_again(engine, found, index, usable) for index in range(len(found.samples))]
         info = engine.weight_info()
     layers: list[str] = []
-    if checkpoint is not None and not differing:
+    if checkpoint is not None and not differing and not found.adapter:
         layers = _layers(found, samples, Path(checkpoint), backend.config, info, facts)
     return ReplayReport(
         request_id=request_id,
@@ -207,6 +220,15 @@ def _compared(
     count = f"{len(wrong[version])} of {len(found.digests[version])}"
     names = tuple(sorted(wrong[version], key=_depth))
     return f"{count} tensors differ from version {version}'s", names, None
+
+
+def _adapted(engine: Rollout, found: JournaledRequest, directory: Path) -> tuple[str, ...]:
+    """Serve the adapter under the name and version that it had; its name where it is another."""
+    name, _, version = found.adapter.partition("@")
+    engine.update_weights(adapters={name: directory}, version=int(version))
+    digest = engine.weight_info().adapter_digests.get(name)
+    same = found.adapter_digest is None or digest == found.adapter_digest
+    return () if same else (f"{ADAPTER}{found.adapter}",)
 
 
 def _depth(name: str) -> tuple[int, int]:

@@ -16,6 +16,8 @@ REPLAY: tuple[Row, ...] = (
     ("--journal", "DIR", None, "the journal that `rollout serve --journal DIR` wrote"),
     ("--checkpoint", "DIR", None,
      "run on these weights (default: the model that the engine was started with)"),
+    ("--adapter", "DIR", None,
+     "of a request that had one: its directory, as PEFT's save_pretrained wrote it"),
     ("--device", ("auto", "cpu", "cuda"), None, "run here (default: the recorded device)"),
     ("--list", "N", 20, "without an ID: the newest N requests"),
 )  # fmt: skip
@@ -39,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout.api.replay import replay
 
     given = {} if args.device is None else {"device": args.device}
+    given |= {} if args.adapter is None else {"adapter": args.adapter}
     report = replay(directory, args.request_id, checkpoint=args.checkpoint, **given)
     for line in report.lines():
         print(line)

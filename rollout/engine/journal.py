@@ -51,7 +51,8 @@ class JournaledRequest:
     """A request as the journal has it.
 
     ``seeds``: the one of each sample, drawn or derived. ``facts``: the engine's. ``digests``: of
-    each version of its spans that was known, by tensor.
+    each version of its spans that was known, by tensor. ``adapter``: name@version of the one that
+    answered, or ""; ``adapter_digest``: that of its factors and scalings, where it is known.
     """
 
     request_id: str
@@ -63,6 +64,8 @@ class JournaledRequest:
     finished: float  # seconds since the epoch of Unix
     facts: Mapping[str, Any]
     digests: Mapping[int, Mapping[str, int]]
+    adapter: str = ""
+    adapter_digest: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ class Journal:
         self._facts: Mapping[str, Any] = {}
         self._told = 0  # of the dropped
         self._versions: OrderedDict[int, Mapping[str, int]] = OrderedDict()
+        self._adapters: OrderedDict[str, int] = OrderedDict()  # name@version -> its digest
         self._in_file: set[int] = set()
         self._file: int | None = None
         self._size = self._number = 0
@@ -120,11 +124,18 @@ class Journal:
         except Full:
             self.dropped += 1
 
-    def version(self, version: int, digests: Mapping[str, int]) -> None:
-        """The digests of a version, by tensor; before its first request."""
-        last = next(reversed(self._versions.values()), None)
-        same = last is not None and last == digests  # a commit of adapters alone left them
-        self._versions[version] = last if same and last is not None else dict(digests)
+    def version(
+        self, version: int, digests: Mapping[str, int], adapters: Mapping[str, int] | None = None
+    ) -> None:
+        """The digests of a version, by tensor (none: they are those of the one before), and of
+        adapters, by name@version; before its first request.
+        """
+        self._adapters.update(adapters or {})
+        while len(self._adapters) > KEPT_VERSIONS:
+            self._adapters.popitem(last=False)
+        last = next(reversed(self._versions.values()), {})
+        # A commit of adapters alone leaves them.
+        self._versions[version] = last if not digests or last == digests else dict(digests)
         while len(self._versions) > KEPT_VERSIONS:
             self._versions.popitem(last=False)
 
@@ -173,6 +184,8 @@ class Journal:
 
     def _write(self, finished: Finished) -> None:
         document = request_document(finished)
+        if (digest := self._adapters.get(document.get("adapter", ""))) is not None:
+            document["adapter_digest"] = f"{digest:016x}"
         if self._file is None or self._size > self._max_bytes // FILES:
             self._begin_file()
         if self.dropped > self._told:
@@ -230,6 +243,7 @@ class Journal:
 def request_document(finished: Finished) -> dict[str, Any]:
     """The JSON form of a finished request."""
     output: RequestOutput = finished.output.output()
+    adapter = next((one.adapter for one in output.outputs if one.adapter), "")
     return {
         "kind": "request",
         "id": output.request_id,
@@ -239,6 +253,7 @@ def request_document(finished: Finished) -> dict[str, Any]:
         "seeds": list(finished.seeds),
         "images": finished.images,
         "samples": [_sample(one) for one in output.outputs],
+        **({"adapter": adapter} if adapter else {}),
     }
 
 
@@ -325,6 +340,10 @@ def _read_request(
         finished=document["finished"],
         facts=facts,
         digests={v: versions[v] for v in _versions_of(document) if v in versions},
+        adapter=document.get("adapter", ""),
+        adapter_digest=int(document["adapter_digest"], 16)
+        if "adapter_digest" in document
+        else None,
     )
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from adapted_models import adapted
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
@@ -25,8 +26,7 @@ from rollout.cli.main import main
 from rollout.engine.journal import Journal, journal_files, read_journal
 from rollout.errors import ConfigError
 from rollout.generation import VersionSpan
-from rollout.kernels import rms_norm, silu_mul
-from rollout.kernels.rms_norm import cpu as norm_cpu
+from rollout.kernels import silu_mul
 from rollout.kernels.silu_mul import cpu
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -122,7 +122,7 @@ def test_what_an_engine_replaced_in_the_config_and_its_dtype_are_those_of_a_repl
     """The checkpoint of a later step has neither; layers are compared, diagnosed, with both."""
     model = write_tiny(tmp_path / "tiny", "qwen3", seed=1, dtype=torch.bfloat16)
     engine = {"device": "cpu", "num_threads": 1, "skip_tokenizer_init": True, "seed": 3}
-    engine["deterministic"] = True  # op by op, so that one can be made wrong
+    engine["weight_layout"] = "plain"  # blocks run op by op, so that one can be made wrong
     journal = str(tmp_path / "journal")
     with Rollout(tmp_path / "tiny", **engine) as plain:
         [unlike] = plain.generate(PROMPT, DRAWN)
@@ -150,11 +150,38 @@ def test_what_an_engine_replaced_in_the_config_and_its_dtype_are_those_of_a_repl
     report = replay(journal, first.request_id, checkpoint=wide)
     assert report.same, report.lines()
     assert report.settings == ()
-    honest = norm_cpu.rms_norm
-    monkeypatch.setattr(norm_cpu, "rms_norm", lambda *args: honest(*args) * 3)
-    monkeypatch.setattr(rms_norm, "_by_device", {})
+    honest = cpu.silu_mul
+    monkeypatch.setattr(cpu, "silu_mul", lambda x: honest(x) * 20)
+    monkeypatch.setattr(silu_mul, "_by_device", {})
     report = replay(journal, first.request_id, checkpoint=wide)
-    assert report.layers[0].startswith("layer: norm at layers.0.input_layernorm"), report.layers
+    assert report.layers[0].startswith("layer: mlp at layers.0.mlp differs"), report.layers
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_a_request_with_an_adapter_is_replayed_with_its_version_of_it(tmp_path, capsys):
+    write_tiny(tmp_path / "tiny", "qwen3", seed=1)
+    for seed in (1, 2):
+        adapted(tmp_path / "tiny", seed).save_pretrained(tmp_path / f"adapter{seed}")
+    journal = str(tmp_path / "journal")
+    with Rollout(
+        tmp_path / "tiny", device="cpu", num_threads=1, skip_tokenizer_init=True, max_adapters=2,
+        deterministic=True, journal=journal,
+    ) as engine:  # fmt: skip
+        for seed in (1, 2):
+            engine.update_weights(adapters={"a": tmp_path / f"adapter{seed}"})
+        params = {"max_tokens": 12, "ignore_eos": True, "adapter": "a"}
+        [first] = engine.generate(PROMPT, params)
+    assert first.outputs[0].adapter == "a@2"
+    asked = ["replay", first.request_id, "--journal", journal]
+    assert main([*asked, "--adapter", str(tmp_path / "adapter2")]) == 0
+    said = capsys.readouterr().out
+    assert "12 of 12 tokens again: bit for bit" in said
+    assert "settings: the same" in said
+    report = replay(journal, first.request_id, adapter=tmp_path / "adapter1")
+    assert report.differing == ("adapter a@2",)
+    assert "because: the adapter is another than" in report.lines()[-1]
+    assert main(asked) == 2
+    assert "had adapter a@2, whose factors the journal does not keep" in capsys.readouterr().err
 
 
 def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts_drops(

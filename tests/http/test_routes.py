@@ -322,7 +322,7 @@ def test_control_routes_take_parameters_from_the_query_or_a_body(http: httpx.Cli
         ("/pause", [1], "the body must be a JSON object of clear_cache, mode, timeout"),
         ("/pause?mode=keep", {"wait_for_inflight_requests": True}, "is mode=wait, not 'keep'"),
         ("/sleep", {"level": 3}, "level must be 1 or 2, got 3"),
-        ("/sleep?mode=wait", None, "'keep' or 'abort'"),
+        ("/sleep?mode=maybe", None, "sleep mode must be one of keep, wait, abort, got 'maybe'"),
         ("/wake_up", {"tags": ["weight"]}, "unknown tag 'weight'; known: weights, kv_cache"),
         ("/resume", {"mode": "keep"}, "unknown parameter 'mode' of /resume; it takes none"),
         ("/resume?timeout=1", None, "unknown parameter 'timeout' of /resume; it takes none"),

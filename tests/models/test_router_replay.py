@@ -169,7 +169,8 @@ def test_told_experts_give_the_same_scores_in_the_engine_and_in_the_trainer(tmp_
         assert gap(scores(engine, ids, replace(SCORED, routed_experts=own)), plain) < 1e-5
         other = ((own.astype(int) + 1) % 6).astype(np.uint8)
         told = scores(engine, ids, replace(SCORED, routed_experts=other))
-        first, second = engine.score([ids[:3], ids], [ids[3:], [1]], routed_experts=[other, None])
+        asked = [ids[:3], ids], [ids[3:], [1]]
+        [first, _] = engine.score(*asked, routed_experts=[other, None])
         assert gap(told[2:], torch.from_numpy(first.logprobs)) < 1e-5
         with pytest.raises(InvalidRequest, match="a list of 1 arrays, one for each prompt"):
             engine.score([ids], routed_experts=other)

@@ -72,6 +72,11 @@ class AdapterUpdates:
         found: dict[str, AdapterVersion | None] = {**self.newest, **dict(self.before or {})}
         return {name: self.kept(one).digest for name, one in found.items() if one is not None}
 
+    @property
+    def known(self) -> dict[str, int]:
+        """The digests of all versions that are kept, by name@version."""
+        return {name: one.digest for name, one in self._kept.items()}
+
     def kept(self, version: AdapterVersion) -> KeptAdapter:
         """Of one that is the newest, or that a rollback would bring back."""
         return self._kept[str(version)]

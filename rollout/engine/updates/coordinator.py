@@ -56,9 +56,9 @@ class Coordinator:
         self,
         engine: EngineCore,
         served: ServedWeights,
-        note_version: Callable[[int, Mapping[str, int]], None] | None = None,
+        note_version: Callable[[int, Mapping[str, int], Mapping[str, int]], None] | None = None,
     ) -> None:
-        """``note_version`` is told of every version that goes live, with its digests."""
+        """``note_version`` is told of every version that goes live, with its digests, and those of adapters."""
         self.engine, self.served, self.switch = engine, served, Switch(engine)
         self.adapters = AdapterUpdates(engine)
         self._transports = offered()
@@ -344,8 +344,8 @@ class Coordinator:
         if models:
             self.held_before, self.switch.held = self.switch.held, held
             self.merged_before, self.merged = self.merged, merged
-        if self._note_version is not None and held:
-            self._note_version(receipt.version, held)
+        if self._note_version is not None and (held or not models):
+            self._note_version(receipt.version, held, self.adapters.known)
         self._label = label
         self.can_roll_back, self.models_changed = reversible, models
         self.adapters.prune()
