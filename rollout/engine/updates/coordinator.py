@@ -58,7 +58,9 @@ class Coordinator:
         served: ServedWeights,
         note_version: Callable[[int, Mapping[str, int], Mapping[str, int]], None] | None = None,
     ) -> None:
-        """``note_version`` is told of every version that goes live, with its digests, and those of adapters."""
+        """``note_version`` is told of every version that goes live, with its digests by tensor and
+        those of adapters.
+        """
         self.engine, self.served, self.switch = engine, served, Switch(engine)
         self.adapters = AdapterUpdates(engine)
         self._transports = offered()
