@@ -1,15 +1,18 @@
 """Quantised weights beside bfloat16: linears alone, decoding, memory, updates, and logprobs.
 
     python benchmarks/quantized.py linears [--threads N]
+    python benchmarks/quantized.py again
     python benchmarks/quantized.py engine CHECKPOINT [--schemes none,int8,...] [--threads N]
         [--batches 1,8] [--new 64] [--rounds 3] [--tokens 2048]
 
 ``linears`` times this package's bfloat16 tiles, its int8 ones and torch's ``_int_mm`` (with the
 quantisation of the inputs) over 300 MB of equal weights, so that none stays in a cache; the best of
-several passes. ``engine`` starts an engine of each scheme on a checkpoint (``make_checkpoint.py``
-writes some), all at once and asked in turns: generated tokens per second, the best of the rounds;
-bytes of weights; seconds of an update that sends all tensors from this process; and the logprobs
-that it gives to tokens sampled by the bfloat16 engine, less that engine's own for the same prompt.
+several passes. ``again`` quantises what codes stand for once more, of scales that our quantiser
+chose and of others, and says what changes. ``engine`` starts an engine of each scheme on a
+checkpoint (``make_checkpoint.py`` writes some), all at once and asked in turns: generated tokens
+per second, the best of the rounds; bytes of weights; seconds of an update that sends all tensors
+from this process; and the logprobs that it gives to tokens sampled by the bfloat16 engine, less
+that engine's own for the same prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("linears", "engine"))
+    parser.add_argument("what", choices=("linears", "again", "engine"))
     parser.add_argument("checkpoint", nargs="?", type=Path)
     parser.add_argument("--schemes", default="none,int8")
     parser.add_argument("--threads", type=int, default=2)
@@ -51,10 +55,32 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.what == "linears":
         linears()
+    elif args.what == "again":
+        again()
     elif args.checkpoint is None:
         parser.error("engine needs a CHECKPOINT")
     else:
         engines(args)
+
+
+def again() -> None:
+    weight = 0.05 * torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    for scheme in SCHEMES.values():
+        # A quantiser that leaves some of the codes unused has larger scales.
+        for name, by in (
+            ("our", scheme),
+            ("other", replace(scheme, largest=0.73 * scheme.largest)),
+        ):
+            codes, scales = by.quantize(weight)
+            for dtype in (torch.float32, torch.bfloat16):
+                values = scheme.dequantize(codes, scales, dtype)
+                anew = scheme.quantize(values)
+                changed = (anew[0] != codes).float().mean()
+                differ = (scheme.dequantize(*anew, dtype) != values).float().mean()
+                print(
+                    f"{scheme.name}, {name} scales, {dtype}: {changed:.1%} of the codes change, "
+                    f"{differ:.1%} of the values"
+                )
 
 
 def linears() -> None:

@@ -34,7 +34,8 @@ ADDED = {
         models/held_tensors.py""",
     "several components at one commit": """models/components.py weights/components.py
         engine/worker/held_component.py weight_sync/trainer/sources/components.py""",
-    "weights in fewer bits": """weights/files/fp8.py weights/files/mxfp4.py weights/*quant*
+    "weights in fewer bits": """weights/files/scaled.py weights/files/mxfp4.py weights/*quant*
+        weights/packed_rows.py weight_sync/trainer/sources/codes.py
         models/*quant* kernels/*quant*""",
     "fleets": """fleet/* cli/fleet* server/fleet* api/send_live.py
         engine/updates/read_lease.py""",

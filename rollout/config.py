@@ -197,8 +197,8 @@ class EngineConfig:
     quantization: str = _setting(
         "none",
         "how linear weights are held, whatever checkpoint and trainer have: none, int8, fp8, "
-        "fp8_block or mxfp4",
-        *("none", "int8", "fp8", "fp8_block", "mxfp4"),
+        "fp8_block or mxfp4; auto: as the checkpoint has them",
+        *("none", "auto", "int8", "fp8", "fp8_block", "mxfp4"),
     )
     max_adapters: int = _setting(
         0,
@@ -289,7 +289,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "components", _components(self.components))
-        if self.components and self.quantization != "none":
+        if self.components and self.quantization not in ("none", "auto", None):
             raise ConfigError(
                 f"quantization={self.quantization!r} does not go with components yet: leave one out"
             )
@@ -301,7 +301,7 @@ class EngineConfig:
             if f.type in ("str", "str | None"):
                 object.__setattr__(self, f.name, _text(f.name, getattr(self, f.name)))
         if self.quantization is None:  # as vLLM has it
-            object.__setattr__(self, "quantization", "none")
+            object.__setattr__(self, "quantization", "auto")
         if self.async_scheduling not in (None, True, False):
             raise ConfigError(
                 f"async_scheduling must be True, False or None, got {self.async_scheduling!r:.80}"

@@ -109,6 +109,7 @@ class EngineCore:
         if config.journal is not None:
             self.journal = Journal(Path(config.journal).expanduser(), config.journal_bytes)
         found = FoundModel.of(config)
+        self.config = config = found.settled(config)
         self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
         if not config.skip_tokenizer_init:

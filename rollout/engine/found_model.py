@@ -46,6 +46,20 @@ class FoundModel:
             registry=registry,
         )
 
+    def settled(self, config: EngineConfig) -> EngineConfig:
+        """``config`` with the scheme that quantization "auto" stands for here: the files' own, or
+        none where nothing here can hold it.
+        """
+        if config.quantization != "auto":
+            return config
+        own = self.config.quantization if _holds_quantized(config, self.config) else "none"
+        return replace(config, quantization=own)
+
+
+def _holds_quantized(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether weights of this model can be held in fewer bits, under these settings."""
+    return model.hf_values is None and not (config.deterministic or config.components)
+
 
 def _check_task(task: str, model: ModelConfig) -> None:
     """``ConfigError`` where the model has another head than the task needs."""

@@ -18,7 +18,8 @@ from rollout.loader.registry import LoadRequest, find_loader, register_loader
 from rollout.loader.remote import is_remote, open_remote
 from rollout.loader.sharded_state import ShardedFiles, is_sharded
 from rollout.weights import Box, LazyTensor, TensorMeta
-from rollout.weights.files import Files, open_weights, weight_shards
+from rollout.weights.files import Files, codes_of, open_weights, weight_shards
+from rollout.weights.packed_rows import FileCodes
 
 AHEAD = 256 << 20  # bytes that the system is asked to read before they are taken
 
@@ -51,7 +52,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         ahead = _Ahead(self._files, metas)
         for meta in _with_progress(metas) if self._progress else metas:
             ahead.passed(meta)
-            yield meta.name, LazyTensor(meta.shape, meta.dtype, self._reader(meta))
+            codes = tuple(map(self._counted, codes_of(self._files, meta.name)))
+            yield meta.name, LazyTensor(meta.shape, meta.dtype, self._reader(meta), codes)
 
     def close(self) -> None:
         """Close all files; idempotent."""
@@ -62,6 +64,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _counted(self, found: FileCodes) -> FileCodes:
+        def read(box: Box) -> tuple[Tensor, Tensor]:
+            codes, scales = found.read(box)
+            self.bytes_read += codes.nbytes + scales.nbytes
+            return codes, scales
+
+        return FileCodes(found.scheme, read)
 
     def _reader(self, meta: TensorMeta) -> _Read:
         return _Read(self, self._files, meta)

@@ -24,6 +24,7 @@ from rollout.models.text_config import PREFIXES, text_config
 from rollout.models.transformers_cache import Kept, StateSizes
 from rollout.models.transformers_probe import probe
 from rollout.models.vision_config import VisionConfig, read_vision
+from rollout.weights.files.scaled import COMPRESSED, scheme_name
 
 T = TypeVar("T", bound="ModelConfig")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -42,6 +43,7 @@ class ModelConfig:
     what a score head, which stands in the place of the language model's, tells apart; none without
     one. ``problem_type``: what its logits are, as transformers names it; "" where the file is mute.
     ``pad_token_id``: its padding, behind which no last token is.
+    ``quantization``: the scheme in which the files have the linears, "none" where there is none.
     ``kept``: of modules that attend by themselves, what each entry of the cache is
     (``transformers_cache.py``).
     """
@@ -88,6 +90,7 @@ class ModelConfig:
     problem_type: str = ""
     pad_token_id: int | None = None
     kept: tuple[Kept, ...] | None = None
+    quantization: str = "none"
 
     @classmethod
     def from_hf(
@@ -163,6 +166,7 @@ class ModelConfig:
             problem_type=problem_type,
             pad_token_id=padding[0] if padding else None,
             vision=None if outer.vision is None else read_vision(values, outer.vision, read),
+            quantization=scheme_name(read.values.get("quantization_config"), read.file),
         )
 
     @classmethod
@@ -399,10 +403,10 @@ def _refuse_unsupported(read: Reader) -> None:
         raise ConfigError(f"{read.file}: clip_qkv is not supported; use a checkpoint without it")
     packed = values.get("quantization_config")
     method = packed.get("quant_method") if isinstance(packed, Mapping) else None
-    if packed and method not in ("mxfp4", "fp8"):
+    if packed and method not in ("mxfp4", "fp8", COMPRESSED):
         raise ConfigError(
-            f"{read.file}: quantization_config is not supported, but for fp8 weights and mxfp4 "
-            "experts; use an unquantised checkpoint"
+            f"{read.file}: quantization_config is not supported, but for fp8 weights, mxfp4 "
+            "experts and compressed-tensors in 8 bits; use an unquantised checkpoint"
         )
 
 

@@ -1,8 +1,8 @@
-"""Reads and writes of slots whose parameter is quantised: floats come in, codes are kept."""
+"""Reads and writes of slots whose parameter is quantised: floats or codes come, codes are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,16 @@ from rollout.kernels import copy_into_box, digest, quantize
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.slot_io import read_box
 from rollout.models.weight_table import DIGESTS, SCALE, WeightTable
-from rollout.weights import Box, Shape, SparsePatch, TensorPiece, WeightSlot, WeightValue
+from rollout.weights import (
+    Box,
+    LazyTensor,
+    Shape,
+    SparsePatch,
+    TensorPiece,
+    WeightSlot,
+    WeightValue,
+)
+from rollout.weights.packed_rows import as_bytes, packed_boxes, packed_shape, unpack_rows
 from rollout.weights.quantization import Scheme
 
 BAND = 128  # rows that wait together for what is missing of them; of whole cells in every scheme
@@ -42,14 +51,29 @@ class _Band:
     missing: NDArray[np.int64]  # how many of these have yet to come
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What comes of a slot's source: of ``whole``, in ``dtype``; ``take`` takes some of it, of
+    whole rows of cells, ``rows`` each.
+    """
+
+    slot: WeightSlot
+    whole: Box
+    rows: int
+    dtype: torch.dtype
+    take: Callable[[WeightSlot, Box, Tensor], None]
+
+
 class QuantizedIO:
     """One rank's quantised parameters, addressed in the coordinates of their sources.
 
-    A cell (what shares a scale) is quantised when all of it has come, wherever the ranks cut it:
-    pieces that hold whole rows of cells at once, others wait in bands of ``BAND`` rows, in
-    ``dtype``, of at most ``table.pending`` elements. With the codes goes a row of ``DIGESTS`` for
-    each slot: the digest of what was sent, in ``dtype``, that of codes and scales, and how many
-    values were not finite. So ``digest`` can say of what is in memory what it was made from.
+    Floats are quantised; codes and scales in the parameter's own grid, from a file or in bytes
+    (``packed_rows``), are kept as they are. A cell (what shares a scale) is taken when all of it
+    has come, wherever the ranks cut it: pieces that hold whole rows of cells at once, others wait
+    in bands of ``BAND`` rows, in ``dtype``, of at most ``table.pending`` elements. With the codes
+    goes a row of ``DIGESTS`` for each slot: the digest of what was sent, in ``dtype`` or in bytes,
+    that of codes and scales, and how many values were not finite. So ``digest`` can say of what is
+    in memory what it was made from.
     """
 
     def __init__(
@@ -69,7 +93,6 @@ class QuantizedIO:
         """Take what ``value`` holds of the slot's cells; returns the number of elements taken."""
         if not slot.take.numel:
             return 0
-        box = self._table.needs(slot)
         if isinstance(value, SparsePatch):
             if not len(value.positions):
                 return 0
@@ -77,6 +100,10 @@ class QuantizedIO:
                 f"{slot.source}: single elements of a quantised weight cannot change; send all of "
                 "it (encoding='full')"
             )
+        if isinstance(value, LazyTensor) and self._copy_codes(slot, value):
+            return slot.take.numel
+        form = self.form(slot, in_bytes=tuple(value.shape) != slot.shape)
+        box = form.whole
         if isinstance(value, TensorPiece):
             common = box.intersect(value.box)
             if common is None:
@@ -86,9 +113,20 @@ class QuantizedIO:
             box = common
         else:
             part = read_box(slot.source, value, box)
-        self._take(slot, box, part.detach().to(self._dtype))
+        self._take(form, box, part.detach().to(form.dtype))
+        if form.dtype == torch.uint8:
+            return slot.take.numel * box.numel // form.whole.numel
         own = slot.take.intersect(box)
         return 0 if own is None else own.numel
+
+    def form(self, slot: WeightSlot, *, in_bytes: bool) -> _Form:
+        """What is taken of floats, or of codes and scales in bytes."""
+        needs, scheme = self._table.needs(slot), self._table.scheme(slot)
+        if not in_bytes:
+            return _Form(slot, needs, scheme.rows, self._dtype, self._quantize)
+        width = packed_shape(slot.shape, scheme)[1]
+        whole = Box((needs.starts[0], 0), (needs.stops[0], width))
+        return _Form(slot, whole, 1, torch.uint8, self._unpack)
 
     def digest(self, slot: WeightSlot, nonfinite: list[int] | None = None) -> int:
         """The digest of what the slot was made from: of ``table.sent_box``.
@@ -138,25 +176,37 @@ class QuantizedIO:
         scales = self._storages[slot.param + SCALE][slot.put.slices[:-1]]
         return scheme.dequantize(codes, scales.reshape(put.shape[-2], -1), self._dtype)
 
-    def _take(self, slot: WeightSlot, box: Box, values: Tensor) -> None:
-        """Quantise the whole cells of ``box``; the rest waits."""
-        whole, rows = self._table.needs(slot), self._table.scheme(slot).rows
+    def _copy_codes(self, slot: WeightSlot, value: LazyTensor) -> bool:
+        """Keep the codes of a file, if it has some in the slot's grid."""
+        scheme, device = self._table.scheme(slot), self._storages[slot.param].device
+        for found in value.codes:
+            if found.scheme is scheme:
+                box = self._table.needs(slot)
+                codes, scales = found.read(box)
+                self._keep(slot, box, codes.to(device), scales.to(device))
+                return True
+        return False
+
+    def _take(self, form: _Form, box: Box, values: Tensor) -> None:
+        """Take the whole cells of ``box``; the rest waits."""
+        whole, rows, slot = form.whole, form.rows, form.slot
         (n0, k0), (n1, k1) = box.starts, box.stops
         low = high = n1
         if (k0, k1) == (whole.starts[1], whole.stops[1]):
             low = min(n1, -(-n0 // rows) * rows)
             high = n1 if n1 == whole.stops[0] else max(low, n1 // rows * rows)
         if low < high:
-            self._quantize(slot, Box((low, k0), (high, k1)), values[low - n0 : high - n0])
+            form.take(slot, Box((low, k0), (high, k1)), values[low - n0 : high - n0])
         for a, b in ((n0, low), (high, n1)):
             for start in range(a // BAND * BAND, b, BAND):
                 x, z = max(a, start), min(b, start + BAND)
                 if x < z:
-                    self._wait(slot, start, Box((x, k0), (z, k1)), values[x - n0 : z - n0])
+                    self._wait(form, start, Box((x, k0), (z, k1)), values[x - n0 : z - n0])
 
-    def _wait(self, slot: WeightSlot, start: int, box: Box, values: Tensor) -> None:
-        """Keep a part of a band; quantise the rows of cells of which nothing is missing now."""
-        band = self._bands.get((slot, start)) or self._open_band(slot, start, values.device)
+    def _wait(self, form: _Form, start: int, box: Box, values: Tensor) -> None:
+        """Keep a part of a band; take the rows of cells of which nothing is missing now."""
+        slot = form.slot
+        band = self._bands.get((slot, start)) or self._open_band(form, start, values.device)
         (n0, k0), (_, k1) = band.box.starts, band.box.stops
         (a, _), (z, _) = box.starts, box.stops
         band.values[box.shifted((-n0, -k0)).slices] = values
@@ -166,16 +216,16 @@ class QuantizedIO:
         band.missing[complete] = band.whole[complete]  # as if nothing of it had come
         for first, end in _runs(complete):
             low, high = int(band.edges[first]), int(band.edges[end])
-            self._quantize(slot, Box((low, k0), (high, k1)), band.values[low - n0 : high - n0])
+            form.take(slot, Box((low, k0), (high, k1)), band.values[low - n0 : high - n0])
         if (band.missing == band.whole).all():
             del self._bands[slot, start]
             self._pending -= band.values.nbytes
 
-    def _open_band(self, slot: WeightSlot, start: int, device: torch.device) -> _Band:
-        whole = self._table.needs(slot)
+    def _open_band(self, form: _Form, start: int, device: torch.device) -> _Band:
+        whole, slot = form.whole, form.slot
         (n0, k0), (n1, k1) = whole.starts, whole.stops
         box = Box((max(n0, start), k0), (min(n1, start + BAND), k1))
-        values = torch.empty(box.shape, dtype=self._dtype, device=device)
+        values = torch.empty(box.shape, dtype=form.dtype, device=device)
         room = self._table.pending * self._dtype.itemsize
         if self._pending + values.nbytes > room:
             raise WeightMismatch(
@@ -184,7 +234,7 @@ class QuantizedIO:
                 "the pieces of a tensor one after the other, or another transport"
             )
         self._pending += values.nbytes
-        step = self._table.scheme(slot).rows
+        step = form.rows
         inner = range(box.starts[0] // step * step + step, box.stops[0], step)
         edges = np.array([box.starts[0], *inner, box.stops[0]])
         elements = np.diff(edges) * (k1 - k0)
@@ -192,18 +242,53 @@ class QuantizedIO:
         return band
 
     def _quantize(self, slot: WeightSlot, box: Box, values: Tensor) -> None:
-        """Write the codes and scales of ``box``, which is of whole cells; note what they are."""
-        own, scheme = slot.take.intersect(box), self._table.scheme(slot)
-        if own is None:
+        """Make and write the codes and scales of ``box``, which is of whole cells."""
+        if slot.take.intersect(box) is None:
             return
-        storage, spec = self._storages[slot.param], self._table.params[slot.param]
-        codes, scales = quantize(values.to(storage.device), scheme)
-        inside = own.shifted(tuple(-start for start in box.starts))
+        scheme, device = self._table.scheme(slot), self._storages[slot.param].device
+        own, codes, scales = self._write(slot, box, *quantize(values.to(device), scheme))
+        sent = self._table.sent_box(slot).intersect(box)
+        assert sent is not None
+        part, bad = values[sent.shifted(tuple(-start for start in box.starts)).slices], [0]
+        self._note(slot, own, codes, scales, digest(part, slot.shape, sent, bad), bad[0])
+
+    def _unpack(self, slot: WeightSlot, box: Box, rows: Tensor) -> None:
+        """Write codes and scales that come in bytes; ``box``: of those."""
+        needs, scheme = self._table.needs(slot), self._table.scheme(slot)
+        device = self._storages[slot.param].device
+        codes, scales = unpack_rows(rows.to(device), slot.shape, scheme)
+        (_, k0), (_, k1) = needs.starts, needs.stops
+        part = Box((box.starts[0], k0), (box.stops[0], k1))
         columns = scheme.cell(slot.shape)[1]
-        first, last = own.starts[1] // columns, -(-own.stops[1] // columns)
-        first, last = (c - box.starts[1] // columns for c in (first, last))
-        codes = codes[_in_bytes(inside, scheme).slices]
-        scales = scales[inside.slices[0], first:last]
+        cells = slice(k0 // columns, -(-k1 // columns))
+        inside = slice(k0 // scheme.per_byte, k1 // scheme.per_byte)
+        self._keep(slot, part, codes[:, inside], scales[:, cells])
+
+    def _keep(self, slot: WeightSlot, box: Box, codes: Tensor, scales: Tensor) -> None:
+        """Write codes and scales of ``box``, whole rows of cells or some of their rows, as they
+        are."""
+        if slot.take.intersect(box) is None:
+            return
+        scheme = self._table.scheme(slot)
+        own, codes_here, scales_here = self._write(slot, box, codes, scales)
+        sent = self._table.sent_box(slot).intersect(box)
+        assert sent is not None
+        codes, scales = _part_of(scheme, slot.shape, box, sent, codes, scales)
+        whole, found = packed_shape(slot.shape, scheme), 0
+        pair = (codes.view(torch.uint8), as_bytes(scales))
+        for values, at in zip(pair, packed_boxes(slot.shape, scheme, sent), strict=True):
+            found += digest(values, whole, at)
+        bad = scheme.nonfinite(codes, scales)
+        self._note(slot, own, codes_here, scales_here, found, bad)
+
+    def _write(
+        self, slot: WeightSlot, box: Box, codes: Tensor, scales: Tensor
+    ) -> tuple[Box, Tensor, Tensor]:
+        """Write the rank's own of ``box``: which it is, and its codes and scales."""
+        own, scheme = slot.take.intersect(box), self._table.scheme(slot)
+        assert own is not None
+        storage, spec = self._storages[slot.param], self._table.params[slot.param]
+        codes, scales = _part_of(scheme, slot.shape, box, own, codes, scales)
         lead = len(slot.put.starts) - 2
         to = own.shifted(
             tuple(p - t for p, t in zip(slot.put.starts[lead:], slot.take.starts, strict=True))
@@ -216,19 +301,16 @@ class QuantizedIO:
         for name in (slot.param, slot.param + SCALE, DIGESTS):
             if self._journal is not None:
                 self._journal.note_whole(name)
-        self._note(slot, box, values, own, codes, scales)
+        return own, codes, scales
 
     def _note(
-        self, slot: WeightSlot, box: Box, values: Tensor, own: Box, codes: Tensor, scales: Tensor
+        self, slot: WeightSlot, own: Box, codes: Tensor, scales: Tensor, sent: int, nonfinite: int
     ) -> None:
+        """Add up what was sent, and what was written of the rank's ``own``."""
         sums = self._sums.setdefault(slot, _Sums())
-        sent = self._table.sent_box(slot).intersect(box)
-        assert sent is not None
-        part = values[sent.shifted(tuple(-start for start in box.starts)).slices]
-        bad = [0]
-        sums.sent += digest(part, slot.shape, sent, bad)
+        sums.sent += sent
         sums.live += self._live(slot, own, codes, scales)
-        sums.nonfinite += bad[0]
+        sums.nonfinite += nonfinite
         row = [_signed(sums.sent), _signed(sums.live), sums.nonfinite]
         self._recorded(slot).copy_(torch.tensor(row))
 
@@ -254,6 +336,17 @@ class QuantizedIO:
 
     def _recorded(self, slot: WeightSlot) -> Tensor:
         return self._storages[DIGESTS][self._table.quantized[slot]]
+
+
+def _part_of(
+    scheme: Scheme, shape: Shape, box: Box, part: Box, codes: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of the codes and scales of ``box`` of a weight of ``shape`` those of ``part`` of it."""
+    columns = scheme.cell(shape)[1]
+    inside = part.shifted(tuple(-start for start in box.starts))
+    first, last = part.starts[1] // columns, -(-part.stops[1] // columns)
+    first, last = (c - box.starts[1] // columns for c in (first, last))
+    return codes[_in_bytes(inside, scheme).slices], scales[inside.slices[0], first:last]
 
 
 def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -77,6 +77,7 @@ class WeightLoad:
         self._aliases = AliasCheck(table, self._io)
         self._splitter = Splitter(table.spellings)
         self._seen: set[str] = set()
+        self._in_bytes: set[str] = set()  # of quantised ones those whose codes came
         self._pieces: dict[str, dict[Box, None]] = {}
         self._problems: list[str] = []
         self._nbytes = 0
@@ -205,6 +206,8 @@ class WeightLoad:
                 self._problems.append(self._unknown(name))
             return
         fault = self._fault(name, value) or self._duplicate(name, value)
+        if tuple(value.shape) != self._table.shape_of(name):
+            self._in_bytes.add(name)
         if fault:
             self._problems.append(f"{name}: {fault}")
             return
@@ -236,9 +239,13 @@ class WeightLoad:
     def _fault(self, name: str, value: WeightValue) -> str | None:
         """What is wrong with a value by itself, or None."""
         shape = self._table.shape_of(name)
-        if tuple(value.shape) != shape:
+        in_bytes = value.dtype == torch.uint8 and tuple(value.shape) == self._table.in_bytes(name)
+        if tuple(value.shape) != shape and not in_bytes:
             return f"has shape {tuple(value.shape)}, the model needs {shape}"
-        if value.dtype not in CASTABLE:
+        if name in self._pieces and in_bytes != (name in self._in_bytes):
+            return "came partly as floats and partly as codes"
+        shape = tuple(value.shape)
+        if value.dtype not in CASTABLE and not in_bytes:
             return f"has dtype {value.dtype}, the model needs a floating-point one, dequantised"
         if isinstance(value, SparsePatch):
             if value.box is not None and not value.box.fits(shape):
@@ -274,6 +281,8 @@ class WeightLoad:
         """Whether disjoint ``boxes`` hold every element this rank takes: counting suffices."""
         for slot in self._table.slots[self._table.aliases.get(name, name)]:
             needs = self._table.needs(slot)
+            if name in self._in_bytes:
+                needs = self._quantized.form(slot, in_bytes=True).whole
             common = (needs.intersect(box) for box in boxes)
             if sum(c.numel for c in common if c is not None) != needs.numel:
                 return False

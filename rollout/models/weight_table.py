@@ -14,6 +14,7 @@ from torch import nn
 from rollout.errors import WeightMismatch
 from rollout.weights import Box, Layout, Shape, WeightSlot
 from rollout.weights.fused_experts import Spellings
+from rollout.weights.packed_rows import packed_shape
 from rollout.weights.quantization import Scheme
 
 SCALE = "_scale"  # ends the name of the parameter that has the scales of a quantised one
@@ -71,6 +72,11 @@ class WeightTable:
         scheme = self.params[slot.param].scheme
         assert scheme is not None, f"{slot.param} is not quantised"
         return scheme
+
+    def in_bytes(self, source: str) -> Shape | None:
+        """The shape of a source's codes and scales in bytes (``packed_rows``); None of others."""
+        slot = next((s for s in self.slots.get(source, ()) if s in self.quantized), None)
+        return None if slot is None else packed_shape(slot.shape, self.scheme(slot))
 
     def needs(self, slot: WeightSlot) -> Box:
         """What has to come of the source: the slot's take, of quantised ones whole cells."""

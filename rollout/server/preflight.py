@@ -28,7 +28,8 @@ from rollout.wire.frames import DTYPES, dtype_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """What ``check`` found; sizes are bytes of one rank (the largest)."""
+    """What ``check`` found; sizes are bytes of one rank (the largest), ``rank_bytes`` of each.
+    ``held``: how linears are."""
 
     architecture: str
     served: str
@@ -41,6 +42,8 @@ class Preflight:
     free_bytes: int
     memory: MemoryPlan
     kernels: str
+    held: str
+    rank_bytes: tuple[int, ...]
 
     def lines(self) -> list[str]:
         """For people, one fact a line."""
@@ -48,6 +51,8 @@ class Preflight:
             f"architecture   {self.architecture}, {self.num_elements / 1e6:.1f} M parameters",
             f"served         {self.served}",
             f"ranks          {self.ranks}, {self.dtype}; every rank's weight table is whole",
+            f"weights        {self.held}; "
+            + ", ".join(f"rank {n}: {mib(size)}" for n, size in enumerate(self.rank_bytes)),
             f"checkpoint     {self.num_tensors} tensors, names and shapes as the tables want them",
             f"memory         {self.memory}, {self.kv_bytes_per_token} bytes a token; "
             f"{mib(self.free_bytes)} free on this machine",
@@ -66,10 +71,12 @@ def check(config: EngineConfig) -> Preflight:
     device, ranks = choose_device(config.device), config.tensor_parallel_size
     check_graphs(config, device)
     found = FoundModel.of(config)
+    config = found.settled(config)
     model = found.config
     dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     tables = _tables(config, found, dtype)
-    weight_bytes = max(_rank_bytes(table, dtype) for table in tables)
+    rank_bytes = tuple(_rank_bytes(table, dtype) for table in tables)
+    weight_bytes = max(rank_bytes)
     moe = model.moe if model.hf_values is None else None
     sparse = 0
     if moe is not None and model.arch.lone:
@@ -105,6 +112,8 @@ def check(config: EngineConfig) -> Preflight:
         kv_bytes_per_token=kv.block_bytes // config.block_size, free_bytes=free,
         memory=plan_memory(config, size, [rank]),
         kernels=_kernels() if device.type == "cpu" else f"torch on {device}",
+        held=_held(config.quantization, model.quantization, dtype_name(dtype)),
+        rank_bytes=rank_bytes,
     )  # fmt: skip
 
 
@@ -160,6 +169,15 @@ def _served(model: ModelConfig) -> str:
         return "natively"
     labels = "1 label: a reward model, or a classifier" if count == 1 else f"{count} labels"
     return f"natively, to classify: a score head of {labels}"
+
+
+def _held(asked: str, own: str, dtype: str) -> str:
+    """How linears are held: ``asked`` for, and what the files have."""
+    if asked == own:
+        return dtype if own == "none" else f"{own}, the files' own codes"
+    if asked == "none":
+        return f"{dtype}, dequantised from {own} (--quantization auto keeps what the files have)"
+    return f"{asked}, made of what the files stand for"
 
 
 def _kernels() -> str:

@@ -98,6 +98,12 @@ class Scheme:
         wide = factors.repeat_interleave(columns, dim=-1)[..., : values.shape[-1]]
         return values.mul_(wide).to(dtype)
 
+    def nonfinite(self, codes: Tensor, scales: Tensor) -> int:
+        """How many codes and scales stand for no finite number."""
+        bad = scales == _NAN if self.codes == "e2m1" else ~scales.isfinite()
+        none = (codes & 127) == 127 if self.codes == "e4m3" else bad.new_zeros(())
+        return int(bad.sum()) + int(none.sum())
+
     def values(self, codes: Tensor) -> Tensor:
         """What the codes stand for, before their scales: float32, of their own memory."""
         if self.codes == "int8":

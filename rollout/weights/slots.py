@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.weights.box import Box, Shape
+from rollout.weights.packed_rows import FileCodes
 from rollout.wire.codec import Text
 
 #: dtypes that become one another by a cast; quantised floats (float8) mean nothing without scales
@@ -38,11 +39,15 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is read box by box: ``read(box)`` returns exactly that box's values."""
+    """A tensor that is read box by box: ``read(box)`` returns exactly that box's values.
+
+    ``codes``: of one that is quantised where it is read, in each scheme that can hold them.
+    """
 
     shape: Shape
     dtype: torch.dtype
     read: Callable[[Box], Tensor]
+    codes: tuple[FileCodes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

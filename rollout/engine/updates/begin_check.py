@@ -29,6 +29,7 @@ from rollout.weights.components import (
     check_components,
     component_of,
 )
+from rollout.weights.quantization import Scheme
 
 MAX_VERSION = 1 << 53  # exact in every JSON reader, and never reached by counting
 MAX_ID = 256  # characters
@@ -45,10 +46,12 @@ def check_request(
     wanted: Mapping[str, TensorMeta],
     aliases: Mapping[str, str],
     spelled: Sequence[WeightSlot] = (),
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> Accepted:
     """Raise what is wrong with any field: ``ConfigError``, or ``WeightMismatch`` for metadata.
 
-    ``transports``: those that may be asked for here. ``wanted``: the engine's tensors. Returns what
+    ``transports``: those that may be asked for here. ``wanted``: the engine's tensors,
+    ``schemes``: of those that it holds quantised. Returns what
     the transport makes of its offer.
     """
     _one_of("encoding", request.encoding, _ENCODINGS)
@@ -92,6 +95,7 @@ def check_request(
             partial=request.partial,
             components=request.components,
             spelled=spelled,
+            schemes=schemes,
         )
     return accepted
 

@@ -36,6 +36,7 @@ from rollout.weight_sync.protocol.messages import (
     UpdateReceipt,
     UpdateRequest,
     WeightInfo,
+    held_as,
 )
 from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
@@ -291,6 +292,7 @@ class Coordinator:
             wanted=wanted,
             aliases=self.served.aliases,
             spelled=self.served.spelled,
+            schemes=held_as(self.served.grid, self.served.quantized),
         )
 
     def check(self, request: UpdateRequest) -> int:

@@ -163,7 +163,7 @@ class Worker:
             found.config.check_tensor_parallel(self.tp.size, config.expert_parallel)
             if args.get("rendezvous") is not None:
                 self._join(args["rendezvous"])
-            self._runner = ModelRunner(config, found, self.tp, self.device)
+            self._runner = ModelRunner(found.settled(config), found, self.tp, self.device)
             device = str(self.device)
             self._updates = RankUpdates(
                 *(self._runner.instances, self.tp.rank, device),

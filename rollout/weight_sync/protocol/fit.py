@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rollout.errors import WeightMismatch, some
-from rollout.weights import CASTABLE, TensorMeta, WeightSlot
+from rollout.weights import CASTABLE, Shape, TensorMeta, WeightSlot
 from rollout.weights.components import POLICY, check_components, component_of
 from rollout.weights.fused_experts import Spellings, nearest
+from rollout.weights.packed_rows import packed_shape
+from rollout.weights.quantization import Scheme
 
 _MOST = 12  # problems spelled out in one message
 
@@ -23,14 +25,22 @@ def differences(
     partial: bool = False,
     components: Sequence[str] = (POLICY,),
     spelled: Sequence[WeightSlot] = (),
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> list[str]:
     """A line per unknown, repeated, misshapen, mistyped or (not if ``partial``) missing tensor.
 
     Judged in file form: a tensor under another spelling of ``wanted`` (fused experts; ``spelled``,
-    those that no name shows) counts as those that it holds. Of the ``components``, and those that
+    those that no name shows) counts as those that it holds, and codes of one of ``schemes`` count
+    as the tensor. Of the ``components``, and those that
     are sent, nothing may be missing.
     """
     problems: list[str] = []
+    if schemes:
+        found = ((meta, wanted.get(meta.name)) for meta in sent)
+        sent = [
+            want if want is not None and is_packed(meta.dtype, meta.shape, want, schemes) else meta
+            for meta, want in found
+        ]
     sent = _in_file_form(sent, wanted, spelled, problems)
     counts = Counter(meta.name for meta in sent)
     problems += [f"{name} is sent {n} times" for name, n in counts.items() if n > 1]
@@ -80,6 +90,7 @@ def check_metadata(
     partial: bool = False,
     components: Sequence[str] = (POLICY,),
     spelled: Sequence[WeightSlot] = (),
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> None:
     """Raise ``WeightMismatch`` naming every difference (the first dozen spelled out)."""
     whole = {n: meta for n, meta in wanted.items() if component_of(n) in components}
@@ -88,13 +99,27 @@ def check_metadata(
     known = list(dict.fromkeys(map(component_of, wanted)))
     check_components((*components, *(component_of(meta.name) for meta in sent)), known)
     problems = differences(
-        sent, wanted, aliases, partial=partial, components=components, spelled=spelled
+        *(sent, wanted, aliases),
+        partial=partial,
+        components=components,
+        spelled=spelled,
+        schemes=schemes,
     )
     if problems:
         raise WeightMismatch(
             f"the update does not fit the model: {some(problems, _MOST, '; ')}",
             problems=problems,
         )
+
+
+def is_packed(
+    dtype: torch.dtype, shape: Shape, wanted: TensorMeta, schemes: Mapping[str, Scheme]
+) -> bool:
+    """Whether a tensor is the codes and scales of ``wanted``, in bytes (``packed_rows``)."""
+    scheme = schemes.get(wanted.name)
+    if scheme is None or dtype != torch.uint8:
+        return False
+    return shape == packed_shape(wanted.shape, scheme)
 
 
 def dtype_fault(sent: torch.dtype, wanted: torch.dtype) -> str | None:

@@ -14,7 +14,7 @@ commit aborts it, unless it was sealed with a ``fence``: then it is PREPARED and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ from rollout.errors import ConfigError, TransferFailed
 from rollout.weights import Box, Shape, TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_of
-from rollout.weights.quantization import SCHEMES
+from rollout.weights.quantization import SCHEMES, Scheme
 from rollout.wire.codec import (
     ADDED,
     Count,
@@ -62,6 +62,12 @@ class QuantizationGrid:
         """Of a scheme by its name; None for "none"."""
         found = SCHEMES.get(scheme)
         return None if found is None else cls(scheme=scheme, rows=found.rows, columns=found.columns)
+
+
+def held_as(grid: QuantizationGrid | None, quantized: Iterable[str]) -> dict[str, Scheme]:
+    """The scheme of each of the ``quantized`` tensors, as far as it is known here."""
+    scheme = None if grid is None else SCHEMES.get(grid.scheme)
+    return {} if scheme is None else dict.fromkeys(quantized, scheme)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,13 @@ class WeightInfo:
     merged: Many[Text] = field(default=(), metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """The scheme of each quantised tensor whose codes the engine takes."""
+        if self.grid is None or "codes" not in self.features:
+            return {}
+        return held_as(self.grid, self.quantized)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

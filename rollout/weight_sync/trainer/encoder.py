@@ -13,6 +13,8 @@ from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.shard_layout import ShardLayout
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.transports import is_near, same_host
+from rollout.weights import Box
+from rollout.weights.packed_rows import packed_shape
 
 DENSE = 0.5  # of full's bytes: above it "auto" finds that deltas are not worth their memory
 REST = 8  # updates before "auto" tries again
@@ -95,7 +97,8 @@ class Encoder:
         encoding: Encoding, *, is_first: bool,
     ) -> None:  # fmt: skip
         self._options, self._aliases, self._base = options, info.aliases, base
-        self._quantized = frozenset(info.quantized)
+        self._quantized, self._schemes = frozenset(info.quantized), info.schemes
+        self._shapes = {m.name: m.shape for m in info.tensors} if info.quantized else {}
         delta = encoding.name == "delta"
         self._copies = copies if delta else Committed()
         self._memory = {} if delta else copies.values  # of old copies, for new ones
@@ -116,10 +119,21 @@ class Encoder:
         if whole and piece.box.shape != tuple(piece.shape):
             self._copies.keep(piece.name, piece.box, piece.values)
             return piece
+        if whole:
+            self._forget_other(piece)
         change = self._copies.change(piece.name, piece.box, piece.values, max_bytes)
         if change is None or (whole and len(change.values)):
             return piece
         return change.coded(piece.shape, piece.box, compress=self.encoding.compress)
+
+    def _forget_other(self, piece: Piece) -> None:
+        """Of a tensor that came as codes the copy of its floats, or the other way round: what is
+        live is the newest of them."""
+        shape, scheme = self._shapes[piece.name], self._schemes.get(piece.name)
+        if scheme is not None:
+            shapes = {shape, packed_shape(shape, scheme)} - {tuple(piece.shape)}
+            for other in shapes:
+                self._copies.values.pop((piece.name, Box.full(other)), None)
 
     def settle(self, receipt: UpdateReceipt, shards: LocalShards | None) -> None:
         """The update is live: what was sent is the base of the next one."""

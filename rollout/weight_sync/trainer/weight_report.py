@@ -107,7 +107,10 @@ def _foreseen(
         ]
     wanted = {meta.name: meta for meta in info.tensors}
     return metadata, differences(
-        metadata, wanted, info.aliases, components=found.components, spelled=info.spelled
+        *(metadata, wanted, info.aliases),
+        components=found.components,
+        spelled=info.spelled,
+        schemes=info.schemes,
     )
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import Box, TensorMeta
-from rollout.weights.files.fp8 import Fp8Files, has_fp8
 from rollout.weights.files.mxfp4 import Mxfp4Files, is_packed
 from rollout.weights.files.safetensors_files import SafetensorsFiles
+from rollout.weights.files.scaled import ScaledFiles, has_codes
 from rollout.weights.files.shards import (
     PT,
     SAFETENSORS,
@@ -25,6 +25,7 @@ from rollout.weights.files.shards import (
     find_shards,
 )
 from rollout.weights.files.torch_files import TorchFiles
+from rollout.weights.packed_rows import FileCodes
 
 KINDS = (SAFETENSORS, PT)  # in the order in which they are looked for
 
@@ -60,19 +61,24 @@ def open_weights(
 ) -> tuple[FileKind, Files]:
     """The weights of a directory, opened; every header is checked. Raises ``ConfigError``.
 
-    Experts in mxfp4 are read as bfloat16, linears in fp8 as float32, times their scales. ``mapped``
-    is for files that nobody writes meanwhile.
+    Experts in mxfp4 are read as bfloat16, linears in fp8 or int8 as float32, times their
+    scales. ``mapped`` is for files that nobody writes meanwhile.
     """
     kind, shards = weight_shards(directory, load_format)
     form = SafetensorsFiles if kind is SAFETENSORS else TorchFiles
     return kind, unpacked(form(shards, mapped=mapped), directory)
 
 
+def codes_of(files: Files, name: str) -> tuple[FileCodes, ...]:
+    """The codes that the files have of a quantised weight, by scheme; none of others."""
+    return files.codes(name) if isinstance(files, ScaledFiles) else ()
+
+
 def unpacked(files: Files, directory: Path) -> Files:
     """``files`` as what their packed tensors stand for; ``directory`` holds the ``config.json``."""
     try:
-        if has_fp8(files.metadata()):
-            files = Fp8Files(files, directory)
+        if has_codes(files.metadata()):
+            files = ScaledFiles(files, directory)
         return Mxfp4Files(files) if is_packed(files.metadata()) else files
     except ConfigError:
         files.close()
@@ -87,6 +93,7 @@ __all__ = [
     "Files",
     "Shards",
     "TorchFiles",
+    "codes_of",
     "find_shards",
     "open_weights",
     "unpacked",

@@ -28,7 +28,7 @@ from rollout.weight_sync.trainer.sources.kinds import (
     ranks_of,
     several_ranks,
 )
-from rollout.weight_sync.trainer.sources.names import Naming
+from rollout.weight_sync.trainer.sources.names import Naming, named_weights, pairs
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
@@ -42,6 +42,7 @@ from rollout.weights.components import (
 )
 from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import file_form, placed
+from rollout.weights.quantization import Scheme
 
 _SOURCES = (nn.Module, WeightSource, Mapping, str, Path, Iterator, *READ_TWICE)  # no tensor is one
 
@@ -94,6 +95,7 @@ class Detected:
         partial: bool = False,
         prefixes: Mapping[str, str] | None = None,
         spelled: Sequence[WeightSlot] = (),
+        schemes: Mapping[str, Scheme] | None = None,
     ) -> WeightSource:
         """It as a ``WeightSource`` whose float tensors travel as ``dtype``.
 
@@ -104,7 +106,8 @@ class Detected:
         returned as it is where there is nothing to split. A PEFT model's adapters are merged
         weight by weight; ``partial`` leaves out what they do not change. ``prefixes``: what the
         engine knows before names (``weights.names.placed``); ``spelled``: the names in memory that
-        it tells of (``WeightInfo``). Tables of several components are in
+        it tells of (``WeightInfo``);
+        ``schemes``: of the tensors whose codes it takes. Tables of several components are in
         qualified names. Raises ``ConfigError`` naming the layer that cannot be merged;
         ``SourceFailed`` when there is no tensor.
         """
@@ -137,7 +140,7 @@ class Detected:
             source: WeightSource = self.obj
         else:
             group = group if group is not None else self.rank_group(timeout)
-            source = self._merged(aliases, dtype, group, partial, prefixes or {})
+            source = self._merged(aliases, dtype, group, partial, prefixes or {}, schemes or {})
         spellings = Spellings.of({meta.name: meta.shape for meta in tensors}, spelled)
         if not spellings:
             return source
@@ -171,10 +174,12 @@ class Detected:
             partial=partial,
             prefixes=info.prefixes,
             spelled=info.spelled,
+            schemes=info.schemes,
         )
         return Incoming(
             *(source, info.dtype, info.tensors, info.aliases, self.components, adapters),
             merged=self.merged,
+            schemes=info.schemes,
         )
 
     @property
@@ -226,6 +231,7 @@ class Detected:
         group: RankGroup,
         partial: bool,
         prefixes: Mapping[str, str],
+        schemes: Mapping[str, Scheme],
     ) -> WeightSource:
         """What streams it, with its adapters merged where it has any."""
         if isinstance(self.obj, nn.Module):
@@ -237,7 +243,7 @@ class Detected:
 
                 inner = self.of_kind(Naming(aliases, None, plan.name_of), group)
                 return MergedSource(inner, plan, dtype)
-        naming = Naming(aliases, dtype, lambda raw: placed(file_form(raw), prefixes))
+        naming = Naming(aliases, dtype, lambda raw: placed(file_form(raw), prefixes), schemes)
         return self.of_kind(naming, group)
 
     def of_kind(self, naming: Naming, group: RankGroup) -> WeightSource:
@@ -266,6 +272,13 @@ class Detected:
         from rollout.weight_sync.trainer.sources.plain import PlainSource
 
         weights = bare_module(obj) if isinstance(obj, nn.Module) else obj
+        if self.ranks is None:
+            from rollout.weight_sync.trainer.sources.codes import holds_codes
+            from rollout.weight_sync.trainer.sources.iterable import CodesSource
+
+            items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
+            if holds_codes(items):
+                return CodesSource(items, naming, group)
         return PlainSource(weights, naming, group)
 
 

@@ -14,15 +14,16 @@ from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box, TensorMeta
-from rollout.weights.files import open_weights
+from rollout.weights.files import Files, codes_of, open_weights
+from rollout.weights.packed_rows import FileCodes, pack_rows, packed_shape
 
 
 class DirectorySource:
     """The files that a cold start would read, opened while it is iterated.
 
-    One tensor is in memory at a time. The directory must not change during the update: files are
-    read and not mapped, so that one which gets shorter is a ``SourceFailed`` that names it, as all
-    that is wrong with a file.
+    One tensor is in memory at a time; a quantised one goes as its codes where the engine holds it
+    so. The directory must not change during the update: files are read and not mapped, so that one
+    which gets shorter is a ``SourceFailed`` that names it, as all that is wrong with a file.
     """
 
     def __init__(self, path: Path, naming: Naming, agreement: RankGroup) -> None:
@@ -31,7 +32,8 @@ class DirectorySource:
             _, files = open_weights(path, mapped=False)
             held = list(files.metadata().values())
             files.close()
-        stand_ins = ((m.name, torch.empty(m.shape, dtype=m.dtype, device="meta")) for m in held)
+        with _named(path):
+            stand_ins = [self._stand_in(files, meta) for meta in held]
         self._metadata = tuple(
             TensorMeta(name, naming.dtype_of(name, t.dtype), tuple(t.shape))
             for name, t in naming.bind_stream(stand_ins)
@@ -49,12 +51,26 @@ class DirectorySource:
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(meta.name, [Box.full(meta.shape)]) for meta in self._metadata]
 
+    def _stand_in(self, files: Files, meta: TensorMeta) -> tuple[str, Tensor]:
+        found, shape, dtype = self._codes(files, meta.name), meta.shape, meta.dtype
+        if found is not None:
+            shape, dtype = packed_shape(shape, found.scheme), torch.uint8
+        return meta.name, torch.empty(shape, dtype=dtype, device="meta")
+
+    def _codes(self, files: Files, name: str) -> FileCodes | None:
+        """The file's own codes, where the engine holds the tensor in that grid."""
+        scheme = self._naming.schemes.get(self._naming.name_of(name) or "")
+        return next((found for found in codes_of(files, name) if found.scheme is scheme), None)
+
     def _read(self) -> Iterator[tuple[str, Tensor]]:
         with _named(self._path):
             _, files = open_weights(self._path, mapped=False)
             try:
                 for meta in files.metadata().values():
-                    tensor = files.read(meta.name, Box.full(meta.shape))
+                    box, codes = Box.full(meta.shape), self._codes(files, meta.name)
+                    tensor = (
+                        files.read(meta.name, box) if codes is None else pack_rows(*codes.read(box))
+                    )
                     yield meta.name, readable(meta.name, tensor)
             finally:
                 files.close()

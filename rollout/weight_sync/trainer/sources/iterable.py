@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollout.errors import SourceFailed, WeightMismatch
 from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.codes import with_codes
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import is_dtensor, readable
-from rollout.weights import Box
+from rollout.weights import Box, TensorMeta
 
 
 class IterableSource:
@@ -28,7 +30,8 @@ class IterableSource:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         count = 0
-        for name, tensor in self._naming.bind_stream(_checked(self._items)):
+        bound = self._naming.bind_stream(_checked(self._items))
+        for name, tensor in with_codes(bound, self._naming):
             count += 1
             yield name, tensor.to(self._naming.dtype_of(name, tensor.dtype))
         if not count:
@@ -36,6 +39,23 @@ class IterableSource:
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return []  # unknown before it runs
+
+
+class CodesSource(IterableSource):
+    """A dict's, list's or module's tensors of one process, codes among them; see ``with_codes``."""
+
+    def __init__(
+        self, items: list[tuple[str, Tensor]], naming: Naming, agreement: RankGroup
+    ) -> None:
+        super().__init__(items, naming, agreement)
+        held = ((name, torch.empty_like(tensor, device="meta")) for name, tensor in items)
+        self._metadata = tuple(
+            TensorMeta(name, naming.dtype_of(name, tensor.dtype), tuple(tensor.shape))
+            for name, tensor in with_codes(naming.bind_stream(held), naming)
+        )
+
+    def metadata(self) -> tuple[TensorMeta, ...]:  # type: ignore[override]
+        return self._metadata
 
 
 def _alone(name: str, tensor: Any) -> Tensor:

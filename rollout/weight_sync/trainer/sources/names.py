@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rollout.errors import SourceFailed, WeightMismatch
 from rollout.weights import CASTABLE
 from rollout.weights.names import file_form, is_weight, weight_dtype
+from rollout.weights.quantization import Scheme
 
 # From a trainer's name to the one a tensor is sent under; None where it is not sent.
 NameOf = Callable[[str], str | None]
@@ -22,12 +23,14 @@ class Naming:
     """What the engine knows a trainer's tensors as: their names, and what they travel as.
 
     ``aliases``: from names that may be sent to the tensor that owns them. ``dtype``: of plain
-    floats; None: as they are held.
+    floats; None: as they are held. ``schemes``: of the tensors that the engine holds quantised, and
+    takes the codes of.
     """
 
     aliases: Mapping[str, str]
     dtype: torch.dtype | None
     name_of: NameOf = file_form
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """What a tensor of ``dtype`` travels as, under the name that it is sent by."""

@@ -29,6 +29,7 @@ from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_component
 from rollout.weights.names import placed
+from rollout.weights.quantization import Scheme
 
 
 def own_adapters(obj: Any) -> dict[str, Any]:
@@ -120,6 +121,7 @@ class DetectedAdapter(Detected):
         partial: bool = False,
         prefixes: Mapping[str, str] | None = None,
         spelled: Sequence[WeightSlot] = (),
+        schemes: Mapping[str, Scheme] | None = None,
     ) -> WeightSource:
         """As ``Detected.source``; of a model's settings ``prefixes`` alone are of use."""
         from rollout.weight_sync.trainer.sources.plain import PlainSource

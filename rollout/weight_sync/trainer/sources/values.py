@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollout.errors import WeightMismatch, some
 from rollout.kernels.native import memory_fault
-from rollout.weight_sync.protocol.fit import dtype_fault
+from rollout.weight_sync.protocol.fit import dtype_fault, is_packed
 from rollout.weight_sync.trainer.sources.base import (
     AtHandSource,
     BufferFor,
@@ -29,6 +29,7 @@ from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weights import Box, TensorMeta
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_of
+from rollout.weights.quantization import Scheme
 from rollout.wire.frames import DTYPES
 
 _SENDABLE = frozenset(DTYPES.values())
@@ -107,7 +108,8 @@ class Incoming:
 
     ``dtype``: of plain floats. ``wanted``: what the engine announced (nothing where there is no
     engine), and its ``aliases``; ``components``: what is sent of, ``adapters`` among them;
-    ``merged``: see ``UpdateRequest``. What cannot be cast to that dtype sensibly is a
+    ``merged``: see ``UpdateRequest``; ``schemes``: of tensors whose codes are
+    taken. What cannot be cast to that dtype sensibly is a
     ``WeightMismatch`` that names the tensor and both dtypes. Values of other ranks than the first
     are not read, unless locally.
     """
@@ -121,9 +123,10 @@ class Incoming:
         components: tuple[str, ...] = (POLICY,),
         adapters: Mapping[str, AdapterSpec] | None = None,
         merged: tuple[str, ...] = (),
+        schemes: Mapping[str, Scheme] | None = None,
     ) -> None:
         self.inner, self.components, self.adapters = inner, components, dict(adapters or {})
-        self.merged = merged
+        self.merged, self._schemes = merged, schemes or {}
         self._dtype, self._aliases = dtype, aliases or {}
         self._wanted = {meta.name: meta for meta in wanted}
         self._left: Tensor | None = None  # the last that was yielded as it is
@@ -205,6 +208,8 @@ class Incoming:
 
     def _check_dtype(self, name: str, tensor: Tensor) -> None:
         want = self._wanted.get(self._aliases.get(name, name))
+        if want is not None and is_packed(tensor.dtype, tuple(tensor.shape), want, self._schemes):
+            return
         if (wrong := dtype_fault(tensor.dtype, self._dtype if want is None else want.dtype)) and (
             want is not None or tensor.dtype.is_floating_point
         ):

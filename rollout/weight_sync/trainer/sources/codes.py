@@ -1,0 +1,90 @@
+"""Quantised weights that a trainer holds: codes and scales, each a tensor of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from rollout.errors import WeightMismatch
+from rollout.weight_sync.trainer.sources.names import Naming
+from rollout.weights.files.scaled import BLOCK, INPUT_SCALES, SCALES, WEIGHT
+from rollout.weights.packed_rows import CODES, pack_rows, row_scales, scale_grid, scheme_of
+from rollout.weights.quantization import Scheme
+
+
+def holds_codes(items: Iterable[tuple[str, Tensor]]) -> bool:
+    """Whether weights of linears are codes in there."""
+    return any(_is_codes(name, tensor) for name, tensor in items)
+
+
+def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[tuple[str, Tensor]]:
+    """``X.weight`` of float8_e4m3fn or int8 and its scales (``X.weight_scale_inv``, or ``_scale``)
+    as one tensor; others as they come.
+
+    Where the engine holds X in that very grid (``naming.schemes``), codes and scales in bytes
+    (``packed_rows``); else the float32 that they stand for. Whichever comes first is copied until
+    the other does. Raises ``WeightMismatch`` where one never comes, or they do not fit.
+    """
+    waiting: dict[str, tuple[Tensor, bool]] = {}
+    for name, tensor in items:
+        is_codes = _is_codes(name, tensor)
+        stem = name if is_codes else _scaled_by(name)
+        if stem is None:
+            if not name.endswith(INPUT_SCALES):
+                yield name, tensor
+            continue
+        if stem not in waiting:
+            waiting[stem] = tensor.detach().clone(), is_codes
+            continue
+        other, was_codes = waiting.pop(stem)
+        if was_codes == is_codes:
+            raise WeightMismatch(f"{name}: was sent twice")
+        codes, scales = (tensor, other) if is_codes else (other, tensor)
+        yield stem, _together(stem, codes, scales, naming.schemes.get(stem))
+    if waiting:
+        wanted = "" if naming.dtype is None else f", the model wants {naming.dtype},"
+        named = [
+            f"{stem} has dtype {tensor.dtype}{wanted} and came without its {stem}{SCALES[0]}"
+            if is_codes
+            else f"{stem}{SCALES[0]} came without its {stem}"
+            for stem, (tensor, is_codes) in waiting.items()
+        ]
+        raise WeightMismatch(
+            f"{'; '.join(named[:12])}: quantised values mean nothing without their "
+            "scales; send both, or dequantise it first",
+            problems=named,
+        )
+
+
+def _is_codes(name: str, tensor: Tensor) -> bool:
+    return tensor.dtype in CODES and name.endswith(WEIGHT)
+
+
+def _scaled_by(name: str) -> str | None:
+    """The weight that a tensor of this name scales, or None."""
+    for end in SCALES:
+        if name.endswith(WEIGHT + end):
+            return name.removesuffix(end)
+    return None
+
+
+def _together(name: str, codes: Tensor, scales: Tensor, scheme: Scheme | None) -> Tensor:
+    shape = tuple(codes.shape)
+    grids = (scale_grid(shape, tuple(scales.shape), block) for block in (None, BLOCK))
+    grid = next((found for found in grids if found is not None), None)
+    if grid is None:
+        raise WeightMismatch(
+            f"{name} {shape} came with scales of shape {tuple(scales.shape)}: they are of the "
+            f"tensor, of its rows or of blocks of {list(BLOCK)}; dequantise it first"
+        )
+    scales = scales.to(codes.device)
+    if scheme is not None and scheme in scheme_of(codes.dtype, shape, grid):
+        return pack_rows(codes, row_scales(scales, shape, grid, scheme))
+    wide = scales.float()
+    if grid == (0, 0):
+        return codes.float() * wide.reshape(())
+    wide = wide.reshape(-1, -(-shape[1] // grid[1]))
+    for axis, size in enumerate(grid):
+        wide = wide.repeat_interleave(size, dim=axis).narrow(axis, 0, shape[axis])
+    return codes.float().mul_(wide)
