@@ -1,15 +1,16 @@
 """Scoring given tokens against plain prefill of the same sequences, in neighbouring rounds.
 
     python benchmarks/scoring.py [--shape llama1b] [--tokens 4096] [--rounds 5] [--top 0,64]
-    python benchmarks/scoring.py --scored all --top 0 --rounds 25 --limit 300     # 10^5 tokens
+    python benchmarks/scoring.py --scored all --top 0 --tokens 2048 --rounds 49 --limit 300
 
 Weights are made up, in the sizes of ``make_checkpoint.py``; prefill is ``generate`` of one token.
 ``all``: every token of the sequences is scored; ``half``: the second half of each, as completions.
 The prefix cache is emptied before each run. Each run of scoring has a prefill of its own beside it,
 before it and behind it in turns; a ratio is that of such a pair, tokens per second of scoring over
 those of prefill. Printed are the medians with their range, and how many tokens were scored in all.
-``--limit``: seconds, over all lines, after which no further pair is begun. ``--clock cpu``: by the
-CPU time of this process (one rank), for a machine that does other work, too.
+``--limit``: seconds, over all lines, after which no further pair is begun; so the second command
+scores 10^5 tokens, or as many of them as fit into 300 s. ``--clock cpu``: by the CPU time of this
+process (one rank), for a machine that does other work, too.
 """
 
 from __future__ import annotations

@@ -106,6 +106,11 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
             f"the rollout service at {address} does not answer: {reason(details)}; start it with "
             "`rollout serve MODEL --grpc-port PORT`, or check the address it printed as grpc="
         )
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return ConfigError(
+            f"the service at {address} lets nobody in without its token: {details}; commands take "
+            "--token or ROLLOUT_TOKEN"
+        )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(
             f"no answer from {address} in time: it is busy, cannot be reached, or is no rollout "
@@ -119,7 +124,6 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in (details or ""):
         return EngineOverloaded(f"{address}: {details}")
     kinds: dict[Any, type[RolloutError]] = {
-        grpc.StatusCode.UNAUTHENTICATED: ConfigError,
         grpc.StatusCode.CANCELLED: RequestAborted,
         grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
