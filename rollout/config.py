@@ -206,6 +206,12 @@ class EngineConfig:
         "that is updated takes two for a moment; 0: loading one merges it into the weights",
         least=0,
     )
+    max_cpu_loras: int = _setting(
+        0,
+        "adapter versions that are held in all: those beside max_adapters wait in host memory "
+        "until a request names them, and the least recently used make room; 0: max_adapters",
+        least=0,
+    )
     max_lora_rank: int = _setting(16, "largest rank of those adapters", least=1)
     lora_embeddings: bool = _setting(
         False,
@@ -321,6 +327,14 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 kind = "a positive integer" if least else "an integer, 0 or more"
                 raise ConfigError(f"{f.name} must be {kind}, got {value!r}")
+        if (
+            0 < self.max_cpu_loras < self.max_adapters
+            or self.max_cpu_loras > self.max_adapters == 0
+        ):
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} counts those in the {self.max_adapters} slots "
+                "of max_adapters, too: it is at least as many, and needs at least one of those"
+            )
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer or None, got {self.seed!r}")
         for name in ("timeout", "start_timeout"):

@@ -20,8 +20,12 @@ class AdapterTable:
     None if that is gone.
     """
 
-    def __init__(self, slots: int, in_use: Callable[[], Collection[int]]) -> None:
-        self.slots = slots
+    def __init__(
+        self, slots: int, in_use: Callable[[], Collection[int]], setting: str = "max_adapters"
+    ) -> None:
+        """``setting``: what says how many slots there are."""
+        self.slots, self.setting = slots, setting
+        self.read: set[int] = set()  # slots that are read
         self.before: dict[str, AdapterVersion | None] | None = {}
         self._in_use = in_use
         self._newest: dict[str, AdapterVersion] = {}
@@ -55,6 +59,11 @@ class AdapterTable:
         return found
 
     @property
+    def busy(self) -> set[int]:
+        """The slots that are loaded into, or read."""
+        return self._reserved | self.read
+
+    @property
     def kept(self) -> set[int]:
         """The slots of ``before``."""
         return {version.slot for version in (self.before or {}).values() if version is not None}
@@ -68,7 +77,8 @@ class AdapterTable:
             names = ", ".join(map(str, self._newest.values()))
             raise ConfigError(
                 f"all {self.slots} adapter slots are taken ({names:.1000}, and versions that "
-                "requests still use): unload one, wait, or start the engine with more max_adapters"
+                "requests still use): unload one, wait, or start the engine with more "
+                f"{self.setting}"
             )
         self._reserved.add(slot)
         return slot

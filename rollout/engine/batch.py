@@ -189,7 +189,9 @@ def _adapter_tensors(sequences: list[Sequence], query_starts: Ints) -> dict[str,
     for row, sequence in enumerate(sequences):
         if sequence.adapter is not None:
             tokens = np.arange(query_starts[row], query_starts[row + 1], dtype=np.int32)
-            by_slot.setdefault(sequence.adapter.slot, []).append(tokens)
+            place = sequence.adapter_place
+            slot = sequence.adapter.slot if place is None else place
+            by_slot.setdefault(slot, []).append(tokens)
     if not by_slot:
         return {}
     tiles: list[tuple[int, int, int]] = []

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
+from rollout.engine.adapter_places import AdapterPlaces, Move
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import ASLEEP, Control
@@ -84,7 +85,12 @@ class EngineCore:
         self.max_model_len = 0
         self.num_kv_blocks = 0
         self.rank_info: list[dict[str, Any]] = []
-        self.adapters = AdapterTable(config.max_adapters, self._adapters_in_use)
+        slots, setting = config.max_adapters, "max_adapters"
+        self.places: AdapterPlaces | None = None
+        if config.max_cpu_loras > slots:
+            self.places = AdapterPlaces(slots, self._places_held, self._tell_places)
+            slots, setting = config.max_cpu_loras, "max_cpu_loras"
+        self.adapters = AdapterTable(slots, self._adapters_in_use, setting)
         self.grammars: Grammars | None = None
         self.images: ImageProcessor | None = None
         self.journal: Journal | None = None
@@ -179,7 +185,7 @@ class EngineCore:
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=size.running or config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens, places=self.places,
         )  # fmt: skip
         self.outputs = OutputProcessor(
             model, self.scheduler, self.counters, epoch=self.epoch,
@@ -196,6 +202,7 @@ class EngineCore:
             step_timeout=config.timeout, runs_ahead=config.runs_ahead(device),
             first_timeout=max(config.timeout, config.start_timeout), on_broken=self.mark_broken,
             grammars=self.grammars, encoder=self._encoder, serving=self.serving, pins=self.pins,
+            places=self.places,
         )  # fmt: skip
         self._control = Control(
             self._loop, self.scheduler, self.outputs, self.pins, self.call, config.timeout
@@ -432,6 +439,14 @@ class EngineCore:
     def _adapters_in_use(self) -> set[int]:
         live = (seq.adapter for seq in self.scheduler.sequences())
         return {adapter.slot for adapter in live if adapter is not None}
+
+    def _places_held(self) -> set[int]:
+        running = (seq.adapter for seq in self.scheduler.running)
+        return self.adapters.busy | {one.slot for one in running if one is not None}
+
+    def _tell_places(self, moves: list[Move]) -> None:
+        asked = self.call("move_adapters", {"moves": [[*move] for move in moves]})
+        gather_replies(asked, "moving adapters", self.config.timeout)
 
     def _on_death(self, error: WorkerDied) -> None:
         """From the executor's thread, once."""

@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from rollout.distributed.native_thread import NativeThread
+from rollout.engine.adapter_places import AdapterPlaces
 from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
 from rollout.engine.batch_encoder import BatchEncoder
@@ -84,6 +85,7 @@ class StepLoop:
         encoder: EncoderCache | None = None,
         serving: ServingLease | None = None,
         pins: Pins,
+        places: AdapterPlaces | None = None,
     ) -> None:
         self.pause_state = PauseState(scheduler)
         self.dead: WorkerDied | None = None
@@ -99,7 +101,7 @@ class StepLoop:
         self._most_tokens = self._most_patches = 0  # in one of them
         self._on_broken = on_broken
         self._grammars = grammars
-        self._encoder, self._pins = encoder, pins
+        self._encoder, self._pins, self._places = encoder, pins, places
         if grammars is not None:
             grammars.on_answer = self._wake
         self._serving = serving or ServingLease()
@@ -314,6 +316,8 @@ class StepLoop:
                 self._outputs.fail(EngineError(text), [request_id])
             rest = batch.rows(batch.rows_running)
             return self._begin(rest) if rest.entries else None
+        if self._places is not None:
+            self._places.tell()
         patches = len(tensors.get("pixels", ()))
         return _Begun(batch, self._executor.call("step", args, tensors), patches)
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from rollout.engine.adapter_places import AdapterPlaces
 from rollout.engine.block_manager import BlockManager, PrefixHit
 from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
@@ -30,13 +31,18 @@ class Scheduler:
     """Orders sequences by ``seq_id``; owns their blocks through ``blocks``.
 
     ``frozen``: nothing is scheduled. ``admitting`` False: sequences that have not run yet stay in
-    the queue, those that have run go on.
+    the queue, those that have run go on. ``places``: of adapters, where some wait in host memory.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        places: AdapterPlaces | None = None,
     ) -> None:
-        self.blocks = blocks
+        self.blocks, self.places = blocks, places
         self.frozen = False
         self.admitting = True
         self.pin: int | None = None  # the version that pinned sequences finish on
@@ -250,7 +256,7 @@ class Scheduler:
                 heapq.heappop(heap)
                 put_off.append((heap, seq))
                 continue
-            if not self._make_space(seq, found):
+            if not self._has_adapter(seq) or not self._make_space(seq, found):
                 self._refused = seq, self.blocks.num_free
                 break
             heapq.heappop(heap)
@@ -261,6 +267,13 @@ class Scheduler:
             in_flight.add(seq)
         for heap, seq in put_off:
             heapq.heappush(heap, (seq.seq_id, seq))
+
+    def _has_adapter(self, seq: Sequence) -> bool:
+        """Whether its adapter lies on the devices in the next step: running ones may hold all."""
+        if self.places is None or seq.adapter is None:
+            return True
+        seq.adapter_place = self.places.bring(seq.adapter.slot)
+        return seq.adapter_place is not None
 
     def _make_space(self, seq: Sequence, found: PrefixHit) -> bool:
         """Reserve blocks for all known tokens of a sequence to admit, if there are enough."""

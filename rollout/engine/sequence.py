@@ -63,6 +63,7 @@ class Sequence:
     image_positions: ImagePositions | None = None
     target: int | None = None
     adapter: AdapterVersion | None = None
+    adapter_place: int | None = None  # where it lies while this runs; None: in its slot
     pin: int | None = None
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rollout.errors import ConfigError
 from rollout.models.adapter_model import Adapted, AdapterModel
+from rollout.models.adapter_pages import AdapterPages
 from rollout.models.expert_adapters import (
     BesideExperts,
     ParameterAdapters,
@@ -39,6 +40,7 @@ from rollout.weights.adapters import (
 )
 
 _HEAD = HEAD.removesuffix(".weight")
+_HOST = torch.device("cpu")
 LINEARS = (MergedColumnLinear, RowLinear, ReplicatedLinear)
 
 
@@ -57,8 +59,12 @@ class AdapterSlots:
         rank: int,
         vocabulary: bool = False,
         experts: bool = False,
+        paged: bool = False,
     ) -> None:
-        """``vocabulary``: of the embedding and the head, ``experts``: of routed experts, too."""
+        """``vocabulary``: of the embedding and the head, ``experts``: of routed experts, too.
+        ``paged``: the slots here are places, between which and host memory adapters move.
+        """
+        self.pages = AdapterPages(self._place, self._counts) if paged else None
         self.count, self.rank = count, rank
         self.active = ActiveRows()
         self.dora: dict[int, tuple[int, AdapterSpec]] = {}  # slots with DoRA: which load, and its
@@ -151,16 +157,16 @@ class AdapterSlots:
 
         ``ConfigError`` where it does not fit: too large a rank, or modules without slots.
         """
+        if self.pages is not None:
+            place = self.pages.place_of(slot)
+            if place is None:
+                self._check(spec)
+                return self._on_host(self.pages, slot, spec)
+            slot = place
         seen = self._views.get(slot)
         if seen is not None and seen.spec == spec:
             return seen
-        if spec.rank > self.rank:
-            raise ConfigError(
-                f"the adapter has rank {spec.rank}, and slots are of rank {self.rank}: start the "
-                f"engine with max_lora_rank={spec.rank}"
-            )
-        spec.check_modules(self.modules)
-        self._check_kinds(spec)
+        self._check(spec)
         found: dict[str, Adapted] = {
             name: each.of(slot)
             for name, each in self._all.items()
@@ -169,18 +175,50 @@ class AdapterSlots:
         unused = [each.of(slot) for name, each in self._all.items() if name not in found]
 
         def note(loaded: bool) -> None:
-            self.dora.pop(slot, None)
-            if loaded and any(module.kind in NORMED for module in spec.modules.values()):
-                self.dora[slot] = next(self._loads), spec
-            for each in self.linears.values():
-                kinds = {spec.modules[m].kind for m in each.modules if m in spec.modules}
-                # A step may be reading the other one.
-                each.biased = each.biased - {slot} | (
-                    {slot} if loaded and BIASED in kinds else {*()}
-                )
+            if self.pages is not None:
+                self.pages.loaded(slot, spec if loaded else None)
+            self._counts(slot, spec if loaded else None)
 
         view = self._views[slot] = AdapterModel(self._build, spec, found, unused, note)
         return view
+
+    def _on_host(self, pages: AdapterPages, slot: int, spec: AdapterSpec) -> AdapterModel:
+        kept = pages.on_host(slot)
+        assert kept is not None, "what has no place lies in host memory"
+        parts = {
+            name: each
+            for name, each in kept.items()
+            if not spec.modules.keys().isdisjoint(each.modules)
+        }
+
+        def note(loaded: bool) -> None:
+            if loaded:
+                pages.loaded_on_host(slot, spec, parts)
+
+        return AdapterModel(replace(self._build, device=_HOST), spec, parts, note=note)
+
+    def _place(self, slot: int) -> dict[str, Adapted]:
+        return {name: each.of(slot) for name, each in self._all.items()}
+
+    def _counts(self, slot: int, spec: AdapterSpec | None) -> None:
+        """What a slot holds counts from now on; None: nothing does."""
+        modules = {} if spec is None else spec.modules
+        self.dora.pop(slot, None)
+        if spec is not None and any(module.kind in NORMED for module in modules.values()):
+            self.dora[slot] = next(self._loads), spec
+        for each in self.linears.values():
+            kinds = {modules[m].kind for m in each.modules if m in modules}
+            own = {slot} if BIASED in kinds else set[int]()
+            each.biased = (each.biased - {slot}) | own  # a step may be reading the other one
+
+    def _check(self, spec: AdapterSpec) -> None:
+        if spec.rank > self.rank:
+            raise ConfigError(
+                f"the adapter has rank {spec.rank}, and slots are of rank {self.rank}: start the "
+                f"engine with max_lora_rank={spec.rank}"
+            )
+        spec.check_modules(self.modules)
+        self._check_kinds(spec)
 
     def _check_kinds(self, spec: AdapterSpec) -> None:
         known = {EmbeddingAdapters: (EMBEDDING, DORA_EMBEDDING), ParameterAdapters: (EXPERTS,)}

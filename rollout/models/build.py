@@ -97,17 +97,18 @@ def build_model(
 
 
 def slots_beside(
-    model: Model, count: int, rank: int, *, vocabulary: bool, experts: bool
+    model: Model, count: int, rank: int, *, vocabulary: bool, experts: bool, paged: bool = False
 ) -> AdapterSlots:
     """``count`` empty slots for adapters of at most ``rank``, of embedding and head, too, where
-    ``vocabulary``, of routed experts where ``experts``; ``ConfigError`` where none can be.
+    ``vocabulary``, of routed experts where ``experts``; ``paged``: more lie in host memory.
+    ``ConfigError`` where none can be.
     """
     if not isinstance(model.policy, CausalLM):
         raise ConfigError(
             f"max_adapters: {model.config.architecture} runs by modules that are not rollout's "
             "own; leave it out and load adapters merged"
         )
-    return AdapterSlots(model, count, rank, vocabulary, experts)
+    return AdapterSlots(model, count, rank, vocabulary, experts, paged)
 
 
 def check_quantization(build: Build) -> None:

@@ -175,7 +175,7 @@ class AdapterUpdates:
             raise ConfigError(
                 f"no slot can become free for {', '.join(names)}: {live} of {table.slots} hold "
                 "the newest versions of adapters, which serve until the commit; unload some, or "
-                f"start the engine with max_adapters={live + len(names)} or more"
+                f"start the engine with {table.setting}={live + len(names)} or more"
             )
         slots: dict[str, int] = {}
         while len(slots) < len(names):
@@ -186,6 +186,9 @@ class AdapterUpdates:
                     self._give_back(slots)
                     return None
                 table.before = None
+        places = self._engine.places
+        if places is not None:
+            places.begin(slots.values())
         return slots
 
     def _nobody_waits(self, taken: Future[dict[str, int] | None]) -> None:

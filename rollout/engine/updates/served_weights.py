@@ -58,7 +58,7 @@ class ServedWeights:
             memory=engine.memory.to_dict(),
             undo=config.undo,
             staging=config.staging,
-            max_adapters=config.max_adapters,
+            max_adapters=max(config.max_adapters, config.max_cpu_loras),
             max_lora_rank=config.max_lora_rank if config.max_adapters else 0,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from itertools import chain, pairwise
@@ -79,6 +79,7 @@ class ModelRunner:
                 config.max_lora_rank,
                 vocabulary=config.lora_embeddings,
                 experts=config.lora_experts,
+                paged=config.max_cpu_loras > config.max_adapters,
             )
             self.adapters.attach(live)
         self.bytes_read = self._load(live)
@@ -317,6 +318,13 @@ class ModelRunner:
         if visual is not None:
             visual = replace(visual, rows=to_device(visual.rows, self.device))
         return ForwardBatch(**moved, visual=visual, expert_pages=batch.expert_pages)
+
+    def move_adapters(self, moves: Iterable[tuple[int, int, bool]]) -> dict[str, Any]:
+        """See ``AdapterPlaces``; between steps, in lockstep on all ranks."""
+        assert self.adapters is not None, "there is nothing to move"
+        assert self.adapters.pages is not None
+        self.adapters.pages.move(moves)
+        return {}
 
     def _build(self, device: torch.device) -> Model:
         policy = self._built(self.model_config, device)

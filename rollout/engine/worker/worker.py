@@ -69,6 +69,7 @@ class Worker:
             "init_kv": self._plain(self.init_kv),
             "commit": self._plain(self.commit),
             "revert": self._plain(self.revert),
+            "move_adapters": self._plain(lambda args: self.runner.move_adapters(args["moves"])),
             "sleep": self._plain(self.sleep),
             "wake_up": self._plain(self.wake_up),
             "info": self._plain(self.info),
