@@ -140,6 +140,7 @@ def test_metrics_and_server_info_have_the_same_face(face, engine, checkpoint):
         (7, GREEDY, InvalidRequest, "int"),
         ([True], GREEDY, InvalidRequest, "prompt 0"),
         ([[1]], {"max_token": 3}, InvalidRequest, "did you mean 'max_tokens'"),
+        ([{"role": "user", "content": "a"}], None, InvalidRequest, r"use chat\(messages\)"),
         ([[1]], "greedy", InvalidRequest, "SamplingParams"),
         ([[1]], [GREEDY, 5][1:], InvalidRequest, "SamplingParams"),
         ([["a"] * 600], GREEDY, PromptTooLong, "600"),
