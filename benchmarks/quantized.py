@@ -1,23 +1,26 @@
 """Quantised weights beside bfloat16: linears alone, decoding, memory, updates, and logprobs.
 
     python benchmarks/quantized.py linears [--threads N]
+    python benchmarks/quantized.py experts [--threads N] [--rounds 3]
     python benchmarks/quantized.py again
     python benchmarks/quantized.py engine CHECKPOINT [--schemes none,int8,...] [--threads N]
         [--batches 1,8] [--new 64] [--rounds 3] [--tokens 2048]
 
 ``linears`` times this package's bfloat16 tiles, its int8 ones and torch's ``_int_mm`` (with the
 quantisation of the inputs) over 300 MB of equal weights, so that none stays in a cache; the best of
-several passes. ``again`` quantises what codes stand for once more, of scales that our quantiser
-chose and of others, and says what changes. ``engine`` starts an engine of each scheme on a
-checkpoint (``make_checkpoint.py`` writes some), all at once and asked in turns: generated tokens
-per second, the best of the rounds; bytes of weights; seconds of an update that sends all tensors
-from this process; and the logprobs that it gives to tokens sampled by the bfloat16 engine, less
-that engine's own for the same prompt.
+several passes. ``experts`` does so with a mixture's experts, bfloat16 and int8 in turns: medians,
+and the median ratio of a pair. ``again`` quantises what codes stand for once more, of scales that
+our quantiser chose and of others, and says what changes. ``engine`` starts an engine of each scheme
+on a checkpoint (``make_checkpoint.py`` writes some), all at once and asked in turns: generated
+tokens per second, the best of the rounds; bytes of weights; seconds of an update that sends all
+tensors from this process; and the logprobs that it gives to tokens sampled by the bfloat16 engine,
+less that engine's own for the same prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,12 +31,23 @@ import torch
 from torch import Tensor
 
 from rollout import Rollout, SamplingParams
-from rollout.kernels import linear, quantize, quantized_linear
+from rollout.kernels import (
+    fused_experts,
+    linear,
+    quantize,
+    quantized_experts,
+    quantized_linear,
+)
 from rollout.weights import PLAIN, Box, Layout, TileLayout
 from rollout.weights.files import open_weights
 from rollout.weights.quantization import SCHEMES
 
 SHAPES = ((2048, 2048), (16384, 2048), (2048, 8192))  # outputs, inputs: of Llama-3.2-1B
+MIXTURES = (
+    (16, 256, 128, 4),
+    (32, 1024, 512, 4),
+    (64, 2048, 768, 8),
+)  # experts, hidden, inner, chosen
 ROWS = (1, 4, 8, 16, 32, 64, 256)
 WEIGHTS = 300_000_000  # elements of one shape
 PROMPT = 32
@@ -43,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("linears", "again", "engine"))
+    parser.add_argument("what", choices=("linears", "experts", "again", "engine"))
     parser.add_argument("checkpoint", nargs="?", type=Path)
     parser.add_argument("--schemes", default="none,int8")
     parser.add_argument("--threads", type=int, default=2)
@@ -55,12 +69,46 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.what == "linears":
         linears()
+    elif args.what == "experts":
+        experts(args.rounds)
     elif args.what == "again":
         again()
     elif args.checkpoint is None:
         parser.error("engine needs a CHECKPOINT")
     else:
         engines(args)
+
+
+def experts(rounds: int) -> None:
+    scheme = SCHEMES["int8"]
+    for count, hidden, inner, chosen in MIXTURES:
+        codes, wide = [], []
+        for shape in ((2 * inner, hidden), (hidden, inner)):
+            weights = [torch.randn(shape).bfloat16() / 16 for _ in range(count)]
+            wide.append(torch.stack(weights))
+            codes += [
+                torch.stack(part) for part in zip(*map(scheme.quantize, weights), strict=True)
+            ]
+        for rows in (1, 8, 64, 256):
+            x, shares = torch.randn(rows, hidden).bfloat16(), torch.rand(rows, chosen).bfloat16()
+            times: tuple[list[float], list[float]] = [], []
+            for _ in range(8 * rounds):
+                routed = torch.rand(rows, count).argsort(dim=1)[:, :chosen]
+                runs = (
+                    partial(fused_experts, x, *wide, routed, shares),
+                    partial(quantized_experts, x, *codes, routed, shares, scheme),
+                )
+                for run, found in zip(runs, times, strict=True):
+                    started = time.perf_counter()
+                    run()
+                    found.append(time.perf_counter() - started)
+            floats, ints = (statistics.median(found) * 1e3 for found in times)
+            gain = statistics.median(a / b for a, b in zip(*times, strict=True))
+            print(
+                f"{count} experts of {hidden} x {inner}, {chosen} a token, {rows} rows: bfloat16 "
+                f"{floats:.2f} ms, int8 {ints:.2f} ms ({gain:.2f}x)",
+                flush=True,
+            )
 
 
 def again() -> None:

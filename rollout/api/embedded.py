@@ -195,7 +195,7 @@ class EmbeddedBackend:
             world_size=self.config.tensor_parallel_size,
             software=Speaks.here().software,
             task="classify" if core.model_config.labels else "",
-            settings=json.dumps(layer_settings(self.config)),
+            settings=json.dumps(layer_settings(self.core.config)),
         )
 
     async def pause(self, mode: str, timeout: float) -> None:

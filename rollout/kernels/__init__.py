@@ -9,6 +9,7 @@ from rollout.kernels.batch_invariant_linear import (
 from rollout.kernels.causal_conv import causal_conv
 from rollout.kernels.copy_into_box import copy_into_box
 from rollout.kernels.copy_regions import copy_regions
+from rollout.kernels.dequantize import dequantize
 from rollout.kernels.diff_update import diff_update
 from rollout.kernels.digest import digest
 from rollout.kernels.digest_regions import DigestedAs, digest_regions
@@ -22,6 +23,7 @@ from rollout.kernels.lora_linear import lora_linear
 from rollout.kernels.nontemporal_copy import nontemporal_copy
 from rollout.kernels.paged_attention import batch_invariant_attention, paged_attention
 from rollout.kernels.quantize import quantize
+from rollout.kernels.quantized_experts import quantized_experts
 from rollout.kernels.quantized_linear import quantized_linear
 from rollout.kernels.rms_norm import rms_norm
 from rollout.kernels.rope_and_cache import rope_and_cache
@@ -41,6 +43,7 @@ __all__ = [
     "copy_into_box",
     "copy_regions",
     "decode_gaps",
+    "dequantize",
     "diff_update",
     "digest",
     "digest_regions",
@@ -55,6 +58,7 @@ __all__ = [
     "nontemporal_copy",
     "paged_attention",
     "quantize",
+    "quantized_experts",
     "quantized_linear",
     "rms_norm",
     "rope_and_cache",

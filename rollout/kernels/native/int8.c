@@ -3,23 +3,14 @@
  * by its largest value, the sums are exact integers: the bits do not depend on the batch, and are
  * those of the reference but for the last rounding. Work is cut as in linear.c. */
 #include "area.h"
+#include "int8.h"
 #include "ops.h"
-#include "vec.h"
-
-#include <float.h>
 
 #define TILE 16
 #define GROUP 2           /* pairs of tiles in an item */
 #define CACHED (1 << 19)  /* bytes of codes of a stretch of x */
 #define MANY 12           /* rows by the tiles of one pair */
 #define FEW 5             /* rows by those of two */
-#define OFFSET 128        /* codes of x are kept without a sign, as the instruction wants them */
-#if VW == 16 && defined(__AVX512VNNI__)
-#define VNNI 1
-#else
-#define VNNI 0
-#endif
-
 typedef struct {
     const uint16_t *x, *bias; /* bias may be null */
     const int8_t *w;
@@ -37,45 +28,6 @@ typedef struct {
     float *scale;
     int64_t row;
 } Codes;
-
-INLINE vi rounded(vf v) {
-#if VW == 16
-    return (vi)_mm512_cvtps_epi32((__m512)v);
-#else
-    return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, vi);
-#endif
-}
-INLINE void store_bytes(uint8_t *to, vi v, int n) {
-#if VW == 16
-    if (n == VW) {
-        _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)v));
-        return;
-    }
-#endif
-    for (int j = 0; j < n; j++) to[j] = (uint8_t)v[j];
-}
-
-/* The codes of one row, plus `offset`, and its scale; a row with a NaN has none that is finite. */
-static float quantize_row(const void *x, int64_t inputs, int bf16, int offset, uint8_t *codes) {
-    vf most = splat(0);
-    vi bad = {0};
-    for (int64_t i = 0; i < inputs; i += VW) {
-        vf v = load_at(x, i, inputs, bf16);
-        bad |= v != v;
-        most = vmax(most, (vf)((vi)v & 0x7fffffff));
-    }
-    float scale = reduce_max(most) / 127.0f;
-    for (int j = 0; j < VW; j++)
-        if (bad[j]) scale = NAN;
-    if (scale < FLT_MIN) scale = FLT_MIN;
-    for (int64_t i = 0; i < inputs; i += VW) {
-        vf v = load_at(x, i, inputs, bf16) / scale;
-        v = blend(v != v, splat(0), v);
-        v = vmin(vmax(v, splat(-127)), splat(127));
-        store_bytes(codes + i, rounded(v) + offset, inputs - i < VW ? (int)(inputs - i) : VW);
-    }
-    return scale;
-}
 
 static void quantize_stretch(const Int8 *p, int64_t row, int64_t stop, Codes *to) {
     int64_t count = stop - row;

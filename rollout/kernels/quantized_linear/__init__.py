@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollout.kernels.dequantize import dequantize
 from rollout.kernels.op import op
 from rollout.kernels.silu_mul import silu_mul
 from rollout.weights import Box, Layout
@@ -35,7 +36,7 @@ def quantized_linear(
     assert x.shape[-1] == shape[1], f"x {x.shape} does not fit a weight of shape {shape}"
     plain = plain_codes(codes, layout, shape, scheme)
     if scheme.columns:
-        out = F.linear(x, scheme.dequantize(plain, scales, x.dtype), bias)
+        out = F.linear(x, dequantize(plain, scales, scheme, x.dtype), bias)
         return silu_mul.reference(out) if gated else out
     quantized, factors = quantize_rows(x, scheme)
     if scheme.codes == "int8":
@@ -43,7 +44,7 @@ def quantized_linear(
     else:
         # Every code is a bfloat16, too.
         kind = x.dtype if x.dtype == torch.bfloat16 else torch.float32
-        sums = F.linear(quantized.to(kind), plain.view(torch.float8_e4m3fn).to(kind)).float()
+        sums = F.linear(quantized.to(kind), dequantize(plain, None, scheme, kind)).float()
     out = sums * (factors * scales[:, 0])
     out = (out if bias is None else out + bias.float()).to(x.dtype)
     return silu_mul.reference(out) if gated else out

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rollout.kernels import fused_experts
+from rollout.kernels import fused_experts, quantized_experts
 from rollout.kernels.fused_experts import ExpertsLora
 from rollout.models.layers.base import Build, Layer, sibling, storage_of
 from rollout.models.layers.ordered_experts import ordered_experts
@@ -123,13 +123,13 @@ class Experts(_Placed):
             place = (self.build, x, self.w13, self.w2, experts, weights, self.first)
             return ordered_experts(*place, (None, None), lora)
         if self.scheme is not None:
-            return self._dequantized(x, experts, weights, self.scheme, lora=lora)
+            return self._quantized(x, experts, weights, self.scheme, lora=lora)
         first, squared = self.first, self.squared
         return fused_experts(
             x, self.w13, self.w2, experts, weights, first, squared=squared, lora=lora
         )
 
-    def _dequantized(
+    def _quantized(
         self,
         x: Tensor,
         experts: Tensor,
@@ -138,23 +138,20 @@ class Experts(_Placed):
         biases: tuple[Tensor | None, Tensor | None] = (None, None),
         lora: ExpertsLora | None = None,
     ) -> Tensor:
-        """The same of the experts that are wanted here, dequantised for this call."""
-        local = experts - self.first
-        outside = (local < 0) | (local >= self.count)
-        local = local.masked_fill(outside, -1)
-        wanted, places = local.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        kept = int((wanted < 0).sum())  # those of other ranks stand first, if there are any
-        wanted = wanted[kept:]
-        w13, w2 = (
-            scheme.dequantize(
-                storage_of(self, name)[wanted], storage_of(self, f"{name}{SCALE}")[wanted], x.dtype
-            )
-            for name in ("w13", "w2")
+        w13, s13, w2, s2 = (
+            storage_of(self, name) for name in ("w13", f"w13{SCALE}", "w2", f"w2{SCALE}")
         )
-        b13, b2 = (None if bias is None else bias[wanted] for bias in biases)
-        clamped, squared = self.moe.clamped, self.squared
-        lora = None if lora is None else lora.among(wanted)
-        return fused_experts(x, w13, w2, places, weights, kept, b13, b2, clamped, squared, lora)
+        (b13, b2), first, squared = biases, self.first, self.squared
+        return quantized_experts(
+            *(x, w13, s13, w2, s2, experts, weights),
+            scheme,
+            first,
+            b13,
+            b2,
+            self.moe.clamped,
+            squared,
+            lora,
+        )
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         gate, up, down = self.moe.arch.names.linears
@@ -226,7 +223,7 @@ class QuantizedStacked(Experts, _Stacked):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         assert self.scheme is not None
-        return self._dequantized(x, experts, weights, self.scheme, self.biases)
+        return self._quantized(x, experts, weights, self.scheme, self.biases)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         both, down = self.stacked.rows or ("gate_up_proj", "down_proj")

@@ -1,0 +1,44 @@
+"""Codes become the bfloat16 that they stand for: all of them, in any shape, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollout.kernels import dequantize
+from rollout.kernels.dequantize import cpu
+from rollout.weights.quantization import SCHEMES
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("shape", [(3, 256), (130, 160), (2, 5, 96), (0, 64)], ids=str)
+def test_every_code_gives_the_bits_of_the_reference(set_threads, name, shape) -> None:
+    scheme, generator = SCHEMES[name], torch.Generator().manual_seed(0)
+    *lead, columns = shape
+    codes = torch.randint(0, 256, (*lead, columns // scheme.per_byte), generator=generator)
+    codes = codes.to(torch.uint8)
+    if len(codes):
+        flat = codes.view(-1)
+        flat[:256] = torch.arange(256)[: len(flat)]
+    cells = (*lead, scheme.cells((1, columns)))
+    scales = torch.rand(cells, generator=generator) * 0.01
+    if scheme.codes == "e2m1":
+        scales = torch.randint(100, 140, cells, generator=generator).to(torch.uint8)
+    for threads in (1, 2):
+        set_threads(threads)
+        for by in (scales, None):
+            found = cpu.dequantize(codes, by, scheme, torch.bfloat16)
+            wanted = dequantize.reference(codes, by, scheme, torch.bfloat16)
+            assert found.shape == wanted.shape
+            numbers = ~wanted.isnan()
+            assert torch.equal(found.isnan(), ~numbers)
+            assert torch.equal(found.view(torch.int16)[numbers], wanted.view(torch.int16)[numbers])
+
+
+def test_a_scale_that_is_none_makes_its_cell_none() -> None:
+    scheme = SCHEMES["mxfp4"]
+    codes = torch.full((1, 32), 0x22, dtype=torch.uint8)
+    scales = torch.tensor([[127, 255]], dtype=torch.uint8)
+    [row] = dequantize(codes, scales, scheme, torch.bfloat16)
+    assert (row[:32] == 1).all()
+    assert row[32:].isnan().all()
