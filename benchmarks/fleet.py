@@ -2,6 +2,7 @@
 
     python benchmarks/fleet.py update CHECKPOINT [--sizes 2,4]    FSDP2 over 2 ranks; seconds, skew
     python benchmarks/fleet.py front CHECKPOINT [--streams 64,256]    requests with and without it
+    python benchmarks/fleet.py front-http CHECKPOINT    the same streamed over /v1/completions
     python benchmarks/fleet.py death CHECKPOINT    a member killed: noticed, and caught up, when
     python benchmarks/fleet.py routing CHECKPOINT    conversations: by prefix, and round robin
 
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,8 +42,7 @@ def main() -> None:
     if args.rank is not None:
         trainer(args)
         return
-    found = {"update": update, "front": front, "death": death, "routing": routing}[args.what](args)
-    for line in found:
+    for line in COURSES[args.what](args):
         print(json.dumps({"checkpoint": Path(args.checkpoint).name, **line}), flush=True)
 
 
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("update", "front", "death", "routing"))
+    parser.add_argument("what", choices=COURSES)
     parser.add_argument("checkpoint")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", default="2,4", help="members of the fleets")
@@ -199,22 +199,62 @@ def cpu_of_tree(pid: int) -> float:
 def front(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One engine by itself, and the same one through a front, in turns."""
     with contextlib.ExitStack() as stack:
-        direct = stack.enter_context(engine(args.checkpoint))[1]
+        direct = stack.enter_context(engine(args.checkpoint))
         record = stack.enter_context(tempfile.TemporaryDirectory())
-        through = stack.enter_context(service("fleet", "--engine", direct, "--record", record))[1]
-        yield from asyncio.run(_front(args, direct, through))
+        through = stack.enter_context(service("fleet", "--engine", direct[1], "--record", record))
+        kind = _Streams if args.what == "front-http" else _Calls
+        yield from asyncio.run(_front(args, *(kind(*one[:2]) for one in (direct, through))))
 
 
-async def _front(args: argparse.Namespace, *addresses: str) -> list[dict[str, Any]]:
-    from rollout import AsyncRollout
+class _Calls:
+    """Calls over gRPC, each answered whole."""
 
-    clients = [AsyncRollout.connect(address, timeout=300.0) for address in addresses]
+    def __init__(self, http: str, grpc: str) -> None:
+        from rollout import AsyncRollout
+
+        self._client = AsyncRollout.connect(grpc, timeout=300.0)
+
+    async def generate(self, prompt: list[int], asked: dict[str, Any]) -> None:
+        await self._client.generate([prompt], asked)
+
+    async def shutdown(self) -> None:
+        await self._client.shutdown()
+
+
+class _Streams:
+    """Calls over HTTP, streamed token by token; a client that costs little."""
+
+    def __init__(self, http: str, grpc: str) -> None:
+        self._address = http
+
+    async def generate(self, prompt: list[int], asked: dict[str, Any]) -> None:
+        host, _, port = self._address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"prompt": prompt, "stream": True, **asked})
+        writer.write(
+            f"POST /v1/completions HTTP/1.1\r\nhost: {self._address}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        answer = b"".join([part async for part in _parts(reader)])
+        writer.close()
+        if b"data: [DONE]" not in answer:
+            sys.exit(f"{self._address} answered {answer[:300]!r}")
+
+    async def shutdown(self) -> None: ...
+
+
+async def _parts(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while part := await reader.read(1 << 16):
+        yield part
+
+
+async def _front(args: argparse.Namespace, *clients: _Calls | _Streams) -> list[dict[str, Any]]:
     numbers, lines = itertools.count(100), []
 
-    async def one(client: AsyncRollout, new_tokens: int) -> None:
+    async def one(client: _Calls | _Streams, new_tokens: int) -> None:
         prompt = [next(numbers) % 5000 + 10, *range(10, 41)]
         await client.generate(
-            [prompt], {"max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
+            prompt, {"max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
         )
 
     try:
@@ -227,7 +267,7 @@ async def _front(args: argparse.Namespace, *addresses: str) -> list[dict[str, An
         extra = [b - a for a, b in zip(*seconds, strict=True)]
         lines.append(
             {
-                "what": "front, one request",
+                "what": f"{args.what}, one request",
                 "direct_s": round(median(seconds[0]), 5),
                 "front_s": round(median(seconds[1]), 5),
                 "extra_s": round(median(extra), 5),
@@ -244,7 +284,7 @@ async def _front(args: argparse.Namespace, *addresses: str) -> list[dict[str, An
                     rate += [streams * args.new_tokens / took] if turn else []
             lines.append(
                 {
-                    "what": "front, throughput",
+                    "what": f"{args.what}, throughput",
                     "streams": streams,
                     "new_tokens": args.new_tokens,
                     "direct_tokens_per_s": spread(rates[0]),
@@ -413,6 +453,10 @@ async def _conversations(
     last = sorted(seconds)[min(len(seconds) - 1, len(seconds) * 99 // 100)]
     return counts["cached"] / counts["prompt"], counts["new"] / took, last
 
+
+COURSES = {
+    "update": update, "front": front, "front-http": front, "death": death, "routing": routing
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

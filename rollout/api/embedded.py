@@ -267,7 +267,7 @@ class EmbeddedBackend:
             )
         coordinator.see_fence(grant.fence)
         if grant.epoch is not None:
-            core.serving.grant(grant.until, (grant.fence, grant.serial))
+            core.serving.grant(grant.until, (grant.fence, grant.serial), grant.returns)
         return Standing(
             epoch=core.epoch,
             clock=core.serving.clock(),

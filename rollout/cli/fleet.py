@@ -30,6 +30,8 @@ REPLICAS: tuple[Row, ...] = (
     ("--quorum", "N", None, "of several engines, how many must hold a version for it to commit: "
      "others are fenced and catch up (default: 2, or 1 where there is one)"),
     ("--lease", "X", 2.0, "seconds for which an engine that hears nothing of the fleet serves on"),
+    ("--patience", "X", 0.25, "share of an update's timeout for which each step of it waits for "
+     "engines that are later than half of them and a quorum; they leave service and catch up"),
 )  # fmt: skip
 FLEET: tuple[Row, ...] = (
     *REPLICAS[1:],
@@ -135,7 +137,12 @@ def _fleet(record: str, args: argparse.Namespace, tls: ClientTls | None = None) 
 
     if args.lease <= 0:
         raise ConfigError("--lease must be a positive number of seconds")
-    return Fleet(Record(record, args.lease), quorum=args.quorum, lease=args.lease, tls=tls)
+    if not 0 <= args.patience <= 1:
+        raise ConfigError("--patience must be a share, from 0 to 1")
+    return Fleet(
+        Record(record, args.lease), quorum=args.quorum, lease=args.lease, tls=tls,
+        patience=args.patience,
+    )  # fmt: skip
 
 
 @contextlib.asynccontextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from rollout.errors import ConfigError, EngineClosed
 
+log = logging.getLogger(__name__)
 # A host that was suspended has not outlived its lease by it: this clock goes on meanwhile, which
 # ``time.monotonic`` does not on Linux.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -23,6 +25,7 @@ class ServingLease:
     def __init__(self) -> None:
         self.on_grant: Callable[[], None] = lambda: None
         self._until: float | None = None
+        self._returns: float | None = None  # when it serves alone again, as before its fleet came
         self._newest = (0, 0)
         self._lock = threading.Lock()
 
@@ -31,16 +34,24 @@ class ServingLease:
         """Seconds, never set, suspension of the host included: what grants name."""
         return time.clock_gettime(_CLOCK)
 
-    def grant(self, until: float | None, order: tuple[int, int]) -> None:
-        """Unless a grant that comes later in the ``order`` they were made in has been here."""
+    def grant(
+        self, until: float | None, order: tuple[int, int], returns: float | None = None
+    ) -> None:
+        """Unless a grant that comes later in the ``order`` they were made in has been here.
+
+        ``returns``: of a fleet that has not begun; when an engine that it found serving alone does
+        so again, unless it hears of the fleet until then.
+        """
         with self._lock:
             if order >= self._newest:
+                was_alone = self._until is None or self._returns is not None
+                self._returns = returns if was_alone else None
                 self._until, self._newest = until, order
         self.on_grant()
 
     def check_alone(self, what: str) -> None:
         """``ConfigError`` where a fleet grants: its members change by its own updates alone."""
-        if self._until is not None:
+        if self.left is not None:
             raise ConfigError(
                 f"{what}: this engine is a member of a fleet, whose members hold the same weights "
                 "and adapters: ask the fleet's own address"
@@ -49,8 +60,21 @@ class ServingLease:
     @property
     def left(self) -> float | None:
         """Seconds until it is over, none or fewer where it is; None where it lasts for good."""
-        until = self._until
-        return None if until is None else until - self.clock()
+        if self._until is None:
+            return None
+        with self._lock:
+            until, returns, now = self._until, self._returns, self.clock()
+            if until is None:
+                return None
+            if returns is None or now < returns:
+                return until - now
+            self._until = self._returns = None
+            self._newest = (0, 0)  # another fleet counts anew
+            log.warning(
+                "the fleet that took this engine in has ended, or cannot be reached, and never "
+                "began: the engine serves alone again, as before"
+            )
+        return None
 
     @property
     def is_over(self) -> bool:

@@ -105,6 +105,7 @@ class FleetBackend:
             info = await asyncio.to_thread(self.fleet.ask_any, lambda client: client.info())
             self.max_adapters, self.max_lora_rank = info.max_adapters, info.max_lora_rank
             self.hold.find()
+            await asyncio.to_thread(self.fleet.serve)
             self._started = await self._any(self._asked)
 
     @property

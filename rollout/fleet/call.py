@@ -65,11 +65,12 @@ class FleetCall:
     def delivered(self, row: int, output: RequestOutput, epoch: int) -> RequestOutput:
         """``output`` of a member as it leaves the fleet."""
         before = self.begun.get(row)
-        output = replace(output, epoch=epoch)
-        if before is not None:
+        if before is None:
+            output = replace(output, epoch=epoch)
+        else:
             samples = zip(before.outputs, output.outputs, strict=True)
             kept = [old if old.finish_reason is not None else new for old, new in samples]
-            output = replace(output, prompt=before.prompt, outputs=kept)
+            output = replace(output, epoch=epoch, prompt=before.prompt, outputs=kept)
         if self.stream:
             self.begun[row] = output
         if output.finished:

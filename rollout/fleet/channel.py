@@ -176,9 +176,9 @@ class FleetChannel:
                 self._announce(part, index)
                 part.channel.wait(index, timeout)
 
-        self._each(lambda part: None if part.name in second else take(part))
+        self._each(take, only=self._parts.keys() - second)
         if second:
-            self._each(lambda part: take(part) if part.name in second else None)
+            self._each(take, only=second)
         if self._left.pop(index, None) is not None:
             self._waiting = index + 1
 
@@ -274,16 +274,12 @@ class FleetChannel:
             part.feed, offers[part.name] = begun.feed, begun.shared
 
         def begin(part: Part) -> None:
-            if part.name in others:
-                return
             if part.maps:
                 self._begin_part(part, "ipc", self._memory.offer)
             else:
                 begin_fed(part)
 
         def begin_other(part: Part) -> None:
-            if part.name not in others:
-                return
             first = next(name for name, group in firsts.items() if part in group)
             offer = offers.get(first)
             if offer and first in self._parts:
@@ -292,9 +288,9 @@ class FleetChannel:
             else:
                 begin_fed(part)
 
-        self._each(begin, begins=True)
+        self._each(begin, begins=True, only=self._parts.keys() - others)
         if others:
-            self._each(begin_other, begins=True)
+            self._each(begin_other, begins=True, only=others)
         if chained:
             self._chain(request)
         if others or chained or (near and self._memory.offer and request.transport != "ipc"):
@@ -367,17 +363,22 @@ class FleetChannel:
         return self._request
 
     def _each(
-        self, fn: Callable[[Part], None], *, at_once: bool = True, begins: bool = False
+        self,
+        fn: Callable[[Part], None],
+        *,
+        at_once: bool = True,
+        begins: bool = False,
+        only: Collection[str] | None = None,
     ) -> None:
-        """``fn`` of every member that is left; those that fail drop out."""
+        """``fn`` of every member that is left (of ``only``); those that fail drop out."""
         self._live()
         parts = dict(self._parts)
-        self._of.each(lambda link: fn(parts[link.name]), at_once=at_once, begins=begins)
+        self._of.each(lambda link: fn(parts[link.name]), at_once=at_once, begins=begins, only=only)
 
     def _let_go(self, name: str) -> None:
         if (part := self._parts.pop(name, None)) is not None:
             self._sent[name] = part.sent
-            part.channel.close()
+            self.fleet.later(part.channel.close)  # which waits for a member that hangs
 
     def _adapters_after(self, seal: Seal) -> Adapters:
         """All that members will hold."""

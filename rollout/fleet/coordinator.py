@@ -58,6 +58,7 @@ class Coordinator:
         self._before = now + earlier * (1 + DRIFT)
         self._founding: Promise | None = None
         self._serial = 0  # of the last grant
+        self._begun = False  # somebody may depend on what members serve
         self._settled = 0  # the last grant before what is promised was live on all
 
     # ---- members ----
@@ -93,6 +94,16 @@ class Coordinator:
     @property
     def serving(self) -> list[str]:
         return [m.name for m in self.members.values() if m.status is Status.SERVING]
+
+    @property
+    def serial(self) -> int:
+        """Of the last grant."""
+        return self._serial
+
+    def heard_of(self, serial: int, now: float) -> bool:
+        """Whether all that are there have taken a grant behind that one."""
+        there = (m for m in self.members.values() if m.standing and now - m.heard < self.lease)
+        return all(member.answered > serial for member in there)
 
     def whys(self) -> str:
         """Why those do not serve that do not."""
@@ -194,6 +205,13 @@ class Coordinator:
             actions += self._settle(now)
         return [*actions, *self._refound(now)]
 
+    def serve(self, now: float) -> list[Action]:
+        """The fleet begins: from here on a member that hears nothing serves nobody, where until now
+        an engine that had served alone went back to that.
+        """
+        self._begun = True
+        return [self._ask(member, now) for member in self.members.values()]
+
     # ---- an update ----
 
     @property
@@ -240,7 +258,7 @@ class Coordinator:
                 f"{len(members)} of the fleet's {len(self.members)} members serve, and a commit "
                 f"needs {self.quorum}: {self.whys() or 'none was added'}"
             )
-        reversible = reversible and not back
+        self._begun, reversible = True, reversible and not back
         if joins:
             members += [m.name for m in self.members.values() if self._may_join(m, now)]
         left = dict.fromkeys(members, False)
@@ -348,10 +366,12 @@ class Coordinator:
         grant = Grant(fence=self.promise.fence, serial=self._serial, epoch=None)
         if standing is None:
             return Ask(member.name, grant)
+        returns = None if self._begun else standing.clock + self.lease
+        grant = replace(grant, returns=returns)
         if member.status is not Status.SERVING:
             return Ask(member.name, replace(grant, epoch=standing.epoch, until=0.0))
         if self._in_doubt(member.name):
-            return Ask(member.name, grant)
+            return Ask(member.name, replace(grant, returns=None))
         member.serves_until = max(member.serves_until, member.heard + self._counted)
         until, member.granted = standing.clock + self.lease, self._serial
         return Ask(member.name, replace(grant, epoch=standing.epoch, until=until))

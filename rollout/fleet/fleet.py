@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from rollout.errors import (
@@ -20,6 +21,7 @@ from rollout.errors import (
     RolloutError,
     TransferFailed,
 )
+from rollout.fleet import late
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Tell, Write
 from rollout.fleet.coordinator import Coordinator
 from rollout.fleet.hosts import place_of
@@ -38,6 +40,7 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LEASE = 2.0  # seconds
+PATIENCE = 0.25  # of an update's timeout
 THREADS = 64
 KEPT = 8  # outcomes of updates, and receipts of a member
 FILL_TIMEOUT = 30.0  # seconds of each wait while a member is brought up to date
@@ -52,7 +55,8 @@ _UNHEARD = (DeadlineExceeded, EngineClosed, EngineOverloaded, TransferFailed)
 class Fleet:
     """Thread-safe. ``quorum``: members that must hold a version for it to commit; None is 2, or 1
     where there is one member. ``lease``: seconds for which a member that hears nothing serves on.
-    ``tls``: how members are reached that speak it.
+    ``tls``: how members are reached that speak it. ``patience``: for how much of an update's
+    timeout (a lease at least) members are waited for, in each step, that are later than others.
     """
 
     def __init__(
@@ -62,10 +66,13 @@ class Fleet:
         quorum: int | None = None,
         lease: float = LEASE,
         tls: ClientTls | None = None,
+        patience: float = PATIENCE,
     ) -> None:
+        if not 0 <= patience <= 1:
+            raise ConfigError(f"patience is a share of a timeout, from 0 to 1, got {patience}")
         if lease <= 0 or (quorum is not None and quorum < 1):
             raise ConfigError(f"lease and quorum must be positive, got {lease} and {quorum}")
-        self.lease, self._tls = lease, tls
+        self.lease, self._tls, self._patience = lease, tls, patience
         self._record, self._quorum = record, quorum
         self._held_as = ""  # the quantisation of all
         self._telling: set[tuple[str, str]] = set()  # (member, update) that is being told
@@ -157,6 +164,15 @@ class Fleet:
             raise DeadlineExceeded(
                 f"{len(self.serving())} of {count} members serve after {timeout:g} s: {self.whys()}"
             )
+
+    def serve(self) -> None:
+        """The fleet begins, as it does with an update, too: returns when its members know, or would
+        have left service. What ends before leaves engines that served alone to do so again.
+        """
+        with self._changed:
+            serial = self._state.serial
+            self._do(self._state.serve(time.monotonic()))
+            self.wait(lambda: self._state.heard_of(serial, time.monotonic()), 2 * self.lease)
 
     @property
     def has_new(self) -> bool:
@@ -331,10 +347,22 @@ class Fleet:
     def give_up(self, update_id: str, why: str) -> None:
         self._feed(lambda now: self._state.give_up(update_id, why, now))
 
-    def each(self, links: Iterable[Link], fn: Callable[[Link], Any]) -> dict[str, Any]:
-        """``fn`` of all at once: what it returned, or the error it raised, by name."""
-        futures = {link.name: self._updating.submit(fn, link) for link in links}
-        return {name: future.exception() or future.result() for name, future in futures.items()}
+    def each(
+        self, links: Iterable[Link], fn: Callable[[Link], Any], update_id: str, timeout: float
+    ) -> dict[str, Any]:
+        """``fn`` of all at once: what it returned, or the error it raised, by name. Who has left
+        the update is waited for no more, nor who is much later than half of them and a quorum.
+        """
+        parts = {link.name: self._updating.submit(fn, link) for link in links}
+        enough = max(self.quorum, len(parts) // 2)
+        given_up = partial(self._given_up, update_id, frozenset(parts))
+        patience = max(self._patience * timeout, self.lease)
+        return late.results(parts, given_up, enough, patience)
+
+    def later(self, fn: Callable[[], None]) -> None:
+        """In a thread of those that updates have."""
+        with suppress(RuntimeError):  # it is closed, and its links with it
+            self._updating.submit(fn)
 
     def close(self) -> None:
         """Members go on serving until their leases are over."""
@@ -353,6 +381,14 @@ class Fleet:
         self._record.close()
 
     # ---- what the coordinator asks for ----
+
+    def _given_up(self, update_id: str, names: frozenset[str]) -> dict[str, str]:
+        """Of those members the ones that have no part in the update any more, and why."""
+        if (outcome := self._ended.get(update_id)) is None or outcome.done():
+            return dict.fromkeys(names, "the update is over")
+        with self._changed:
+            update = self._state.update
+            return {} if update is None else {n: w for n, w in update.lost.items() if n in names}
 
     @property
     def _may_begin(self) -> bool:

@@ -26,7 +26,8 @@ def gather(fleet: Fleet, timeout: float) -> None:
         if not _left(deadline):
             raise DeadlineExceeded(
                 f"{_count(fleet)} after {timeout:g} s: {fleet.whys() or 'none was added'}; look at "
-                "these addresses, or give the front a lower --quorum or a longer --start-timeout"
+                "these addresses, or give the front a lower --quorum or a longer --start-timeout; "
+                f"engines that served by themselves do so again in {fleet.lease:g} s"
             )
         log.warning("%s: waiting for %.0f s more (--start-timeout)", _count(fleet), _left(deadline))
     fleet.wait(lambda: not fleet.has_new, min(GRACE, _left(deadline)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rollout.errors import ConfigError, EngineClosed, RolloutError
@@ -39,6 +39,7 @@ class Link:
     held: object = None  # the life of the engine and what it is held in; None where unknown
     # By update: what it answered to the commit, and when.
     receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)
+    _features: tuple[str, ...] = ()
     _looked: float = float("-inf")
     _problem: str = ""
 
@@ -80,6 +81,10 @@ class Link:
         it listens, but not to us: with TLS or without, or to HTTP.
         """
         try:
+            if grant.returns is not None:
+                self._features = self._features or self.control.info().features
+                if "returns" not in self._features:  # of an earlier version: it refuses the field
+                    grant = replace(grant, returns=None)
             standing = self.control.serve(grant)
         except EngineClosed as error:
             if time.monotonic() - self._looked > LOOK_AGAIN:

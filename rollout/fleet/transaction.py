@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -75,17 +75,23 @@ class Transaction:
             self._fail(outcome.result())
 
     def each(
-        self, fn: Callable[[Link], Any], *, at_once: bool = True, begins: bool = False
+        self,
+        fn: Callable[[Link], Any],
+        *,
+        at_once: bool = True,
+        begins: bool = False,
+        only: Collection[str] | None = None,
     ) -> None:
-        """``fn`` of every member that is left; those that fail drop out.
+        """``fn`` of every member that is left (of ``only``); those that fail drop out.
 
         ``begins``: it opens the update, which one member's refusal of the request ends for all.
         """
         self.check()
+        links = {n: link for n, link in self.links.items() if only is None or n in only}
         if at_once:
-            results = self._fleet.each(self.links.values(), fn)
+            results = self._fleet.each(links.values(), fn, self.update_id, self.timeout)
         else:
-            results = {name: _error_of(fn, link) for name, link in self.links.items()}
+            results = {name: _error_of(fn, link) for name, link in links.items()}
         failed = {n: e for n, e in results.items() if isinstance(e, BaseException)}
         of_members = {n: e for n, e in failed.items() if not self.links[n].joins}
         refused = {n: e for n, e in of_members.items() if begins and isinstance(e, REFUSALS)}

@@ -19,7 +19,7 @@ OLDEST, PROTOCOL = 5, 5  # versions of the gRPC services and the documents in th
 # Beyond what version 5 began with.
 FEATURES = (
     *("codes", "continued", "components", "images", "limits", "merged", "prepare", "regions"),
-    *("relays", "repeats", "score", "shares", "sleep_modes"),
+    *("relays", "repeats", "returns", "score", "shares", "sleep_modes"),
 )
 PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its range, "5" or "5-7"
 SOFTWARE_KEY = "rollout-software"  # and its packages, which errors name

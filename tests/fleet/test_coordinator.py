@@ -149,10 +149,19 @@ def test_a_record_that_cannot_be_written_commits_nothing() -> None:
 
 def test_a_grant_names_an_end_by_the_members_own_clock() -> None:
     fleet = serving("a", "b")
-    [ask] = asked(fleet, "a", 0.6)
+    ask, _ = fleet.serve(0.6)
     assert ask.grant == Grant(
         fence=3, serial=ask.grant.serial, epoch=standing("a").epoch, until=50.0 + LEASE
     )
+
+
+def test_before_the_fleet_begins_a_grant_says_when_its_engine_is_its_own_again() -> None:
+    fleet = serving("a", "b")
+    [ask] = asked(fleet, "a", 0.6)
+    assert (ask.grant.until, ask.grant.returns) == (50.0 + LEASE, 50.0 + LEASE)
+    fleet.begin("u1", None, 0.7)  # whoever begins with an update has begun, too
+    [ask] = asked(fleet, "a", 1.3)
+    assert ask.grant.returns is None
 
 
 def test_a_promise_says_which_adapters_are_live_and_which_a_rollback_brings_back() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -11,7 +12,7 @@ from fleet_front import LEASE, Front
 from shared_engines import eventually
 
 from rollout import AsyncRollout
-from rollout.errors import ConfigError, DeadlineExceeded
+from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.record import Record
@@ -57,7 +58,7 @@ def test_a_front_serves_as_soon_as_its_quorum_does_and_names_who_does_not_answer
         fleet.add(twin)
         assert front.rollout.generate([[1, 2]], GREEDY)[0].finished
         assert {link.name for link in fleet.serving()} == set(front.names)
-        assert "Connection refused" in row_of(fleet, NOBODY)["why"]
+        assert "nothing listens there" in row_of(fleet, NOBODY)["why"]
         eventually(lambda: "the same engine as member" in row_of(fleet, twin)["why"], 10)
         eventually(lambda: f"member {NOBODY} does not serve: the rollout" in caplog.text, 10)
         for address in (engines[0].address, twin):
@@ -70,6 +71,49 @@ def test_a_front_serves_as_soon_as_its_quorum_does_and_names_who_does_not_answer
         assert row_of(fleet, front.names[0])["status"] == "serving"
     finally:
         front.close()
+
+
+def refused(engine):
+    try:
+        engine.generate([[1, 2]], GREEDY)
+    except EngineClosed as error:
+        return "its lease has run out" in str(error)
+    return False
+
+
+def test_engines_of_a_front_that_never_began_serve_alone_again_as_before(engines, tmp_path, caplog):
+    engine = engines[0]
+
+    def never_begins(name):
+        """Fenced or not, the engine is a member until the front gives up."""
+        fleet = Fleet(Record(tmp_path / name, 1.0), lease=1.0)
+        rollout = AsyncRollout.over(FleetBackend(fleet, start_timeout=2.0))
+        fleet.add(NOBODY)
+        fleet.add(engine.address)
+
+        async def course():
+            with pytest.raises(DeadlineExceeded, match="do so again in 1 s"):
+                await rollout.start()
+            await rollout.shutdown()
+
+        eventually(lambda: row_of(fleet, engine.address)["state"] is not None, 30)
+        asyncio.run(course())
+
+    never_begins("first")
+    assert engine._async.backend.core.serving.left is not None
+    said = "never began: the engine serves alone again"
+    eventually(lambda: not refused(engine) and said in caplog.text, 30)
+    assert engine._async.backend.core.serving.left is None
+
+    front = Front(tmp_path / "began", [engine], lease=1.0)
+    try:
+        assert front.rollout.generate([[1, 2]], GREEDY)[0].finished
+    finally:
+        front.close()
+    eventually(lambda: refused(engine), 30)
+    never_begins("second")  # it was no engine that served alone
+    time.sleep(2.5)
+    assert refused(engine)
 
 
 def test_below_its_quorum_a_front_says_so_and_ends_at_its_deadline(tmp_path):

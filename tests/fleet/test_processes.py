@@ -104,9 +104,27 @@ def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_
                 members(front.http, "POST", {"address": three.grpc, "name": "third"})
                 wait_serving(front.http, 3)
                 assert "third" in client.update_weights(trained).details["members"]
+                begun = time.monotonic()
+                receipt = client.update_weights(
+                    stopping(three.process, trained.state_dict()), timeout=60
+                )
+                assert time.monotonic() - begun < 20
+                told = receipt.details["members"]
+                assert "it was not heard of" in told.pop("third")
+                assert set(told.values()) == {"committed"}
+                three.process.send_signal(signal.SIGCONT)
+                wait_serving(front.http, 3)
                 members(front.http, "DELETE", query="?name=third")
             with pytest.raises(urllib.error.HTTPError):
                 members(front.http, "DELETE", query="?name=third")
+
+
+def stopping(process, weights):
+    """``weights``, in whose middle the process is stopped."""
+    for number, item in enumerate(weights.items()):
+        if number == len(weights) // 2:
+            process.send_signal(signal.SIGSTOP)
+        yield item
 
 
 def command(pid):

@@ -57,16 +57,20 @@ async def within(
 
     Raises ``DeadlineExceeded``, or ``VersionConflict`` where ``min_version`` has not come.
     """
-    until = None if seconds is None else asyncio.get_running_loop().time() + seconds
+    clock = asyncio.get_running_loop().time
     async with contextlib.aclosing(outputs):
+        if seconds is None:
+            async for item in outputs:
+                yield item
+            return
+        until = clock() + seconds
         while True:
-            left = None if until is None else until - asyncio.get_running_loop().time()
             try:
-                item = await asyncio.wait_for(anext(outputs), left)
+                item = await asyncio.wait_for(anext(outputs), until - clock())
             except StopAsyncIteration:
                 return
             except TimeoutError as error:
-                if seconds is None or isinstance(error, RolloutError):
+                if isinstance(error, RolloutError):
                     raise
                 live, wanted = (await rollout.server_info()).version, params.min_version or 0
                 if live < wanted:

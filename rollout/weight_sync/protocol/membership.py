@@ -24,13 +24,15 @@ class Grant:
     ``fence``: the fencing epoch of who grants; a member refuses one below the highest that it has
     seen. ``serial`` grows from grant to grant of one fence: one that was overtaken changes nothing.
     ``epoch``: which life of the engine is meant. None changes nothing and asks where the member
-    stands.
+    stands. ``returns``: the fleet has not begun; an engine that served alone before does so again
+    once its clock says this.
     """
 
     fence: Count
     serial: Count = 0
     epoch: Digest | None
     until: Seconds | None = 0.0
+    returns: Seconds | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
