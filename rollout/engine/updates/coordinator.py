@@ -42,6 +42,7 @@ from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
+from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY
 
 KEPT_RECEIPTS = 64
@@ -69,6 +70,7 @@ class Coordinator:
         self.limits, self._note_version = UpdateLimits(), note_version
         self._label: str | None = None
         self.turn = Turn(engine)
+        self._last_wanted: tuple[Mapping[str, AdapterSpec], dict[str, TensorMeta]] = {}, {}
         self._deciding = threading.Lock()
         self.ended = EndedUpdates(KEPT_RECEIPTS)
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
@@ -124,11 +126,14 @@ class Coordinator:
 
         ``WeightMismatch`` names what an adapter changes that the model has not.
         """
-        found = dict(self.served.metadata)
-        for name, spec in request.adapters.items():
-            own = adapter_tensors(name, spec, self.served.metadata, self.served.aliases)
-            found |= {meta.name: meta for meta in own}
-        return found
+        served, (asked, found) = self.served, self._last_wanted
+        if asked is not request.adapters:  # of one update it is asked more than once
+            found = {}
+            for name, spec in request.adapters.items():
+                own = adapter_tensors(name, spec, served.metadata, served.aliases)
+                found |= {meta.name: meta for meta in own}
+            self._last_wanted = request.adapters, found
+        return {**served.metadata, **found}
 
     @property
     def receipts(self) -> tuple[UpdateReceipt, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import cache
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -17,8 +18,14 @@ def host_id() -> str:
     its own mount has another) and the user id. "" where there is no shared memory.
     """
     try:
-        boot, mount = _BOOT_ID.read_text().strip(), SHARED_MEMORY.stat()
+        boot, mount = _text_of(_BOOT_ID), SHARED_MEMORY.stat()
     except OSError:
         return ""
     facts = f"{boot}/{mount.st_dev}/{mount.st_ino}/{os.geteuid()}"
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+
+@cache
+def _text_of(path: Path) -> str:
+    """What never changes while this process lives."""
+    return path.read_text().strip()
