@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -25,7 +25,7 @@ from rollout.engine.adapter_places import AdapterPlaces
 from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
 from rollout.engine.batch_encoder import BatchEncoder
-from rollout.engine.executors import Executor
+from rollout.engine.executors import Executor, settled
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.output import OutputProcessor
 from rollout.engine.pause_state import PauseState
@@ -206,7 +206,7 @@ class StepLoop:
                     self._outputs.publish()
         finally:
             if self._ahead is not None:
-                wait(self._ahead.futures, _CLOSE_WAIT)
+                settled(self._ahead.futures, _CLOSE_WAIT)
             self.closed = True
             self._outputs.fail(self.dead or EngineClosed("the engine was shut down"))
             self._pins.look()
@@ -273,7 +273,7 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001 - one bad step must not end the thread
             next_one, self._ahead = self._ahead, None  # all of its requests end here, too
             self._failed(batch, error)
-            if next_one is not None and wait(next_one.futures, _SETTLE_WAIT).not_done:
+            if next_one is not None and not settled(next_one.futures, _SETTLE_WAIT):
                 self._on_broken(f"the step after one that failed did not end: {error}")
         return True
 
@@ -408,9 +408,9 @@ class StepLoop:
 
 def _settle(futures: list[Future[Reply]], error: RolloutError) -> None:
     """After one rank's ``error``: another rank's death explains it, one that hangs is worse."""
-    _, hanging = wait(futures, _SETTLE_WAIT)
+    ended = settled(futures, _SETTLE_WAIT)
     for future in futures:
         if future.done() and isinstance(death := future.exception(), WorkerDied):
             raise death from error
-    if hanging:
+    if not ended:
         raise EngineBroken(f"one rank failed a step and another did not end it: {error}") from error

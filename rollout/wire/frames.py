@@ -162,6 +162,18 @@ def recv_frame(sock: socket.socket) -> Frame | None:
     return decode(head, payload)
 
 
+def frame_at(memory: memoryview, at: int) -> Frame:
+    """A copy of the frame whose bytes begin there."""
+    head_size, payload_size = _PREFIX.unpack_from(memory, at)
+    head_at = at + _PREFIX.size
+    end = head_at + head_size + payload_size
+    if end > len(memory):
+        raise TransferFailed(f"frame of {head_size} + {payload_size} bytes is over its memory")
+    return decode(
+        memory[head_at : head_at + head_size], bytearray(memory[end - payload_size : end])
+    )
+
+
 class LostPayloadError(Exception):
     """There was no memory for a frame's tensors; its ``header``, and the stream, are whole."""
 

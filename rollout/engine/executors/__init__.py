@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, CancelledError, Future, wait
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -67,6 +69,15 @@ def make_executor(config: EngineConfig) -> Executor:
     from rollout.engine.executors.multiprocess import MultiprocessExecutor
 
     return MultiprocessExecutor(config)
+
+
+def settled(futures: Sequence[Future[Reply]], timeout: float) -> bool:
+    """Wait until all of them have a reply or an error; whether that was within ``timeout`` s."""
+    deadline = time.monotonic() + timeout
+    for future in futures:
+        with suppress(TimeoutError, CancelledError):
+            future.exception(max(0.0, deadline - time.monotonic()))
+    return all(future.done() for future in futures)
 
 
 def gather_replies(

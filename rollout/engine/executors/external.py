@@ -26,6 +26,7 @@ from rollout.distributed.native_thread import NativeThread
 from rollout.engine.executors.multiprocess import MultiprocessExecutor
 from rollout.engine.executors.rank_link import RankLink
 from rollout.engine.shared_payloads import PayloadViews
+from rollout.engine.step_ring import RankSteps
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.rank_loop import RankLoop
 from rollout.engine.worker.shared_memory_group import create_shared
@@ -75,16 +76,19 @@ class ExternalExecutor(MultiprocessExecutor):
             self._payloads.close()  # large tensors travel in the frames
         elif not self._on_gpus():
             self._shared_fd = create_shared(self.size)
+        if self.one_host:
+            self._make_ring()
         self._spawn_all(self._shared_fd)
 
     def _link(self, rank: int, shared_fd: int | None) -> RankLink:
         sock = self._sockets[rank]
         sock.settimeout(None)
-        return RankLink(rank, sock, self._rank_ended)
+        return RankLink(rank, sock, self._rank_ended, self._wake)
 
     def _told(self, shared_fd: int | None) -> dict[str, Any]:
         """Nothing is inherited: the ranks open what is shared by the numbers it has here."""
-        return {"shared_fd": _address(shared_fd), "payload_fd": _address(self._payloads.fd)}
+        fds = {"shared_fd": shared_fd, "payload_fd": self._payloads.fd, "steps_fd": self._steps_fd}
+        return {name: _address(fd) for name, fd in fds.items()}
 
 
 class RankHost:
@@ -132,9 +136,11 @@ class RankHost:
         staging = JobThread("rollout-staging")
         replies = JobThread("rollout-replies") if config.runs_ahead(worker.device.type) else None
         payloads = PayloadViews(_opened(said["payload_fd"]))
+        steps = RankSteps.join(_opened(said["steps_fd"]), tp.rank, tp.size)
         try:
             RankLoop(
-                self._sock, worker, staging, payloads, replies, end=lambda _: self._hang_up()
+                *(self._sock, worker, staging, payloads, replies, steps),
+                end=lambda _: self._hang_up(),
             ).run()
         finally:
             worker.close()

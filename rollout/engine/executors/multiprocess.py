@@ -13,12 +13,13 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK, RendezvousServer, choose_device
-from rollout.engine.executors.rank_link import RankLink, encode_call, fail
+from rollout.engine.executors.rank_link import RankLink, fail
 from rollout.engine.shared_payloads import PayloadMemory
+from rollout.engine.step_ring import StepFuture, StepRing
 from rollout.engine.worker.shared_memory_group import create_shared
 from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.wire.codec import to_plain
-from rollout.wire.frames import Reply, encode
+from rollout.wire.frames import Frame, Reply, encode
 
 _CLOSE_WAIT = 2.0  # seconds for a rank to end by itself
 
@@ -28,7 +29,8 @@ class MultiprocessExecutor:
 
     One lock makes the order of calls the same on every rank. When a rank ends, all others are
     killed, every pending future fails with ``WorkerDied`` naming the one that ended, and
-    ``on_death`` is called once. On CPU the ranks' collectives go through memory they share.
+    ``on_death`` is called once. On CPU the ranks' collectives go through memory they share, and
+    on one host so do steps.
     """
 
     runs_here = False
@@ -44,7 +46,8 @@ class MultiprocessExecutor:
         self._rendezvous: RendezvousServer | None = None
         self._order = threading.Lock()
         self._state_lock = threading.Lock()
-        self._next_id = 0
+        self._next_id = self._turn = 0
+        self._ring: StepRing | None = None
         self._dead: WorkerDied | None = None
         self._closed = False
 
@@ -69,6 +72,8 @@ class MultiprocessExecutor:
                     f"rank {ranks} did not load its model within start_timeout="
                     f"{config.start_timeout:g} s (phase: start)"
                 )
+            if self._ring is not None:
+                self._ring.begin()
         except BaseException:
             self.close()
             if self._rendezvous is not None:  # made after a ``close`` that came early
@@ -81,15 +86,25 @@ class MultiprocessExecutor:
         """Enqueue one call on every rank; never blocks. ``tensors`` stay unchanged until the
         replies are there. After a death every future fails with ``WorkerDied``.
         """
-        futures: list[Future[Reply]] = [Future() for _ in range(self.size)]
-        placed = self._payloads.place(tensors) if tensors else None
+        ring = self._ring if method == "step" else None
+        futures = [self._future(ring) for _ in range(self.size)]
+        fits = ring is not None and ring.takes(tensors)
+        placed = self._payloads.place(tensors) if tensors and not fits else None
         try:
             with self._order:
                 self._next_id += 1
-                frame, shared = (tensors, None) if placed is None else (None, placed[0])
-                buffers = encode_call(self._next_id, method, args, frame, shared)
+                turn = 0 if method.startswith("stage_") else self._turn + 1
+                header = {"id": self._next_id, "method": method, "args": dict(args), "turn": turn}
+                if placed is not None:
+                    header["shared"] = placed[0]
+                inside = tensors if tensors and placed is None else {}
                 for link, future in zip(self._links, futures, strict=False):
-                    link.send(buffers, self._next_id, future)
+                    link.expect(self._next_id, future)
+                if ring is None or not ring.put(turn, header, inside):
+                    buffers = encode(header, inside)
+                    for link in self._links:
+                        link.send(buffers)
+                self._turn = turn or self._turn
         except BaseException:
             if placed is not None and placed[1] is not None:
                 self._payloads.free(placed[1])
@@ -103,6 +118,23 @@ class MultiprocessExecutor:
             for future in futures:
                 fail(future, over)
         return futures
+
+    def _future(self, ring: StepRing | None) -> Future[Reply]:
+        if ring is None or not ring.in_use:
+            return Future()
+
+        def read(done: Callable[[], bool], timeout: float | None) -> None:
+            ring.wait_until(done, timeout, self._take_reply)
+
+        return StepFuture(read)
+
+    def _take_reply(self, rank: int, frame: Frame) -> None:
+        self._links[rank].resolve(*frame)
+
+    def _wake(self) -> None:
+        """Something came by a socket: who waits for a step may have waited for that."""
+        if self._ring is not None:
+            self._ring.wake()
 
     def room(self, nbytes: int) -> Tensor | None:
         return self._payloads.room(nbytes)
@@ -122,15 +154,22 @@ class MultiprocessExecutor:
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._payloads.close()
+        if self._ring is not None:
+            self._ring.close()
 
     def _spawn(self) -> None:
         shared = not self._on_gpus() and self.size > 1
         shared_fd = create_shared(self.size) if shared else None
+        self._make_ring()
         try:
             self._spawn_all(shared_fd)
         finally:
             if shared_fd is not None:
                 os.close(shared_fd)  # each rank has its own by now
+
+    def _make_ring(self) -> None:
+        each = 1 if self._on_gpus() else self._config.resolved_num_threads
+        self._ring = StepRing.make(self.size, self.size * each)
 
     def _spawn_all(self, shared_fd: int | None) -> None:
         config = self._config
@@ -148,14 +187,23 @@ class MultiprocessExecutor:
                 "config": config.to_dict(),
                 **self._told(shared_fd),
             }
-            link.send(encode(first), 0, None)
+            link.send(encode(first))
 
     def _on_gpus(self) -> bool:
         return choose_device(self._config.device).type == "cuda"
 
     def _link(self, rank: int, shared_fd: int | None) -> RankLink:
         threads = self._config.resolved_num_threads
-        return RankLink.start(rank, threads, self._rank_ended, shared_fd, self._payloads.fd)
+        inherited = {
+            "--shared-fd": shared_fd,
+            "--payload-fd": self._payloads.fd,
+            "--steps-fd": self._steps_fd,
+        }
+        return RankLink.start(rank, threads, self._rank_ended, self._wake, inherited)
+
+    @property
+    def _steps_fd(self) -> int | None:
+        return None if self._ring is None else self._ring.fd
 
     def _told(self, shared_fd: int | None) -> dict[str, Any]:
         """What else a rank's first frame says."""
@@ -181,3 +229,4 @@ class MultiprocessExecutor:
         for link in self._links:
             for future in link.take_pending():
                 fail(future, error)
+        self._wake()

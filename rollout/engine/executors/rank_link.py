@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout.distributed.child_environment import child_environment
 from rollout.errors import RolloutError, from_wire
-from rollout.wire.frames import Reply, encode, recv_frame
+from rollout.wire.frames import Reply, recv_frame
 
 _EXIT_WAIT = 1.0  # seconds for a rank whose socket closed to be reaped
 _LOOK = 100  # milliseconds until a writer looks whether it was closed
@@ -26,7 +26,8 @@ _BLAME_WAIT = 0.5  # seconds in which a fatal error may turn out to be another r
 
 
 class RankLink:
-    """A rank behind a socket. ``send`` never blocks; a thread reads replies into futures.
+    """A rank behind a socket. ``send`` never blocks; a thread reads replies into futures, and calls
+    ``on_reply`` after each.
 
     ``on_end(rank, why)`` is called once, from the reader thread, when the rank's process has ended
     or its socket broke. Whoever owns the link then fails what ``take_pending`` gives. ``process``
@@ -38,11 +39,12 @@ class RankLink:
         rank: int,
         sock: socket.socket,
         on_end: Callable[[int, str], None],
+        on_reply: Callable[[], None],
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.rank, self.process = rank, process
         self._sock = sock
-        self._on_end = on_end
+        self._on_end, self._on_reply = on_end, on_reply
         self._pending: dict[int, Future[Reply]] = {}
         self._pending_lock = threading.Lock()
         self._outbox = _Outbox(sock, f"rollout-writer-{rank}")
@@ -59,21 +61,14 @@ class RankLink:
         rank: int,
         num_threads: int,
         on_end: Callable[[int, str], None],
-        shared_fd: int | None = None,
-        payload_fd: int | None = None,
+        on_reply: Callable[[], None],
+        inherited: Mapping[str, int | None],
     ) -> RankLink:
-        """A rank in a process of its own.
-
-        It inherits ``shared_fd``, the memory of the ranks' collectives, and ``payload_fd``, that in
-        which large tensors of calls lie.
-        """
+        """A rank in a process of its own; ``inherited``: descriptors, by the option for each."""
         ours, theirs = socket.socketpair()
         with theirs:
-            passed = {"--fd": theirs.fileno()}
-            if shared_fd is not None:
-                passed["--shared-fd"] = shared_fd
-            if payload_fd is not None:
-                passed["--payload-fd"] = payload_fd
+            passed = {name: fd for name, fd in inherited.items() if fd is not None}
+            passed["--fd"] = theirs.fileno()
             options = [text for name, fd in passed.items() for text in (name, str(fd))]
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rollout.engine.worker", *options],
@@ -83,13 +78,15 @@ class RankLink:
                 env=_environment(num_threads),
                 process_group=0,  # Ctrl-C is the engine's affair, also while a rank still imports
             )
-        return cls(rank, ours, on_end, process)
+        return cls(rank, ours, on_end, on_reply, process)
 
-    def send(self, buffers: list[Any], call_id: int, future: Future[Reply] | None) -> None:
-        """Queue one encoded frame; its reply resolves ``future``."""
-        if future is not None:
-            with self._pending_lock:
-                self._pending[call_id] = future
+    def expect(self, call_id: int, future: Future[Reply]) -> None:
+        """The reply to that call resolves ``future``."""
+        with self._pending_lock:
+            self._pending[call_id] = future
+
+    def send(self, buffers: list[Any]) -> None:
+        """Queue one encoded frame."""
         self._outbox.put(buffers)
 
     def take_pending(self) -> list[Future[Reply]]:
@@ -126,16 +123,8 @@ class RankLink:
         self._outbox.join()
         self._sock.close()
 
-    def _read(self) -> None:
-        why = ""
-        try:
-            while (frame := recv_frame(self._sock)) is not None:
-                self._resolve(*frame)
-        except (RolloutError, OSError) as error:
-            why = str(error)
-        self._on_end(self.rank, self._describe_end(why))
-
-    def _resolve(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def resolve(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take one reply; a fatal error may wait a moment for another rank's death."""
         if "error" in header and header["internal"]:
             self._last_error = str(header["error"]["message"])
             if header["fatal"]:
@@ -153,6 +142,16 @@ class RankLink:
             future.set_exception(error)
         else:
             future.set_result((header["reply"], tensors))
+
+    def _read(self) -> None:
+        why = ""
+        try:
+            while (frame := recv_frame(self._sock)) is not None:
+                self.resolve(*frame)
+                self._on_reply()
+        except (RolloutError, OSError) as error:
+            why = str(error)
+        self._on_end(self.rank, self._describe_end(why))
 
     def _describe_end(self, why: str) -> str:
         cause = f" after {self._last_error}" if self._last_error else ""
@@ -233,14 +232,6 @@ def fail(future: Future[Reply], error: Exception) -> None:
     """Fail a future that another thread may have resolved or failed meanwhile."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
-
-
-def encode_call(
-    call_id: int, method: str, args: Mapping[str, Any], tensors: Any, shared: Any = None
-) -> list[Any]:
-    """``shared``: rows of tensors that lie in the ranks' memory instead of the frame."""
-    header = {"id": call_id, "method": method, "args": dict(args)}
-    return encode(header if shared is None else {**header, "shared": shared}, tensors)
 
 
 def _environment(num_threads: int) -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.shared_payloads import PayloadViews
+from rollout.engine.step_ring import RankSteps
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.rank_loop import RankLoop
 from rollout.engine.worker.worker import Worker
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--shared-fd", type=int, help="memory of the ranks' collectives")
     parser.add_argument("--payload-fd", type=int, help="memory of large tensors of calls")
+    parser.add_argument("--steps-fd", type=int, help="memory through which steps come")
     options = parser.parse_args(argv)
     sock = socket.socket(fileno=options.fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when its ranks end
@@ -53,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     worker = Worker(config, TensorParallel(rank, size), options.shared_fd)
     replies = JobThread("rollout-replies") if config.runs_ahead(worker.device.type) else None
     payloads = PayloadViews(options.payload_fd)
-    RankLoop(sock, worker, staging, payloads, replies, end=os._exit).run()
+    steps = RankSteps.join(options.steps_fd, rank, size)
+    RankLoop(sock, worker, staging, payloads, replies, steps, end=os._exit).run()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     reader thread --+-- stage_* --> staging thread --+--> replies, in any order,
        (socket)     +-- the rest -> main thread -----+    matched by the call's id
+    shared memory ----- steps ----> main thread -----+--> theirs: back through the memory
 
 Where steps are begun ahead (``async_scheduling``) a thread of its own replies to steps, while the
 main thread begins the next one.
@@ -14,14 +15,15 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any
 
 from rollout.engine.shared_payloads import PayloadViews
+from rollout.engine.step_ring import RankSteps
+from rollout.engine.worker.call_queue import CallQueue
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.worker import Worker
 from rollout.errors import RolloutError, TransferFailed, to_wire
-from rollout.wire.frames import Frame, LostPayloadError, Reply, recv_frame, send_frame
+from rollout.wire.frames import Frame, LostPayloadError, Reply, encode, recv_frame, send_frame
 
 log = logging.getLogger(__name__)
 MAX_TRACE = 8000  # characters of a traceback that travel: its end
@@ -41,30 +43,34 @@ class RankLoop:
         staging: JobThread,
         payloads: PayloadViews,
         replies: JobThread | None,
+        steps: RankSteps | None,
         *,
         end: Callable[[int], object],
     ) -> None:
         self._end = end
         self._sock, self._worker, self._staging = sock, worker, staging
         self._payloads, self._replies = payloads, replies
-        self._calls: SimpleQueue[Frame | None] = SimpleQueue()
+        self._steps, self._calls = steps, CallQueue(steps)
         self._send_lock = threading.Lock()
 
     def run(self) -> None:
         """Run the main thread's calls until the end, which the reader sees."""
         threading.Thread(target=self._read, name="rollout-reader", daemon=True).start()
         while (frame := self._calls.get()) is not None:
-            self._run(frame)
+            try:
+                frame = self._with_shared(frame)
+            except LostPayloadError as error:
+                self._lost(error)
+            else:
+                self._run(frame)
 
     def _leave(self, status: int) -> None:
         self._end(status)
-        self._calls.put(None)
+        self._calls.end()
 
     def _read(self) -> None:
         try:
             while (frame := self._next()) is not None:
-                if not frame:
-                    continue
                 if frame[0]["method"].startswith("stage_"):
                     self._staging.submit(_Job(self, frame))
                 else:
@@ -73,26 +79,35 @@ class RankLoop:
             log.error("lost the engine: %s", error)
         self._leave(0)
 
-    def _next(self) -> Frame | tuple[()] | None:
-        """The next call; None at the end, () where its tensors found no memory: it has failed."""
-        try:
-            frame = recv_frame(self._sock)
-            if frame is not None and (rows := frame[0].get("shared")):
-                try:
-                    frame[1].update(self._payloads.views(rows))
-                except (OSError, ValueError):  # no room for the mapping
-                    nbytes = sum(nbytes for _, _, _, nbytes in rows.values())
-                    raise LostPayloadError(frame[0], nbytes) from None
-            return frame
-        except LostPayloadError as error:
-            log.error("%s: %s", error.header["method"], error)
-            told = to_wire(TransferFailed(f"rank {self._worker.tp.rank}: {error}"))
-            answer = {
-                "id": error.header["id"], "error": told, "internal": False, "fatal": False,
-            }  # fmt: skip
-            with self._send_lock:
-                send_frame(self._sock, answer, {})
-            return ()
+    def _next(self) -> Frame | None:
+        """The next call; None at the end. One whose tensors found no memory has failed already:
+        its turn has no method."""
+        while True:
+            try:
+                frame = recv_frame(self._sock)
+                staged = frame is not None and frame[0]["method"].startswith("stage_")
+                return self._with_shared(frame) if frame is not None and staged else frame
+            except LostPayloadError as error:
+                self._lost(error)
+                if turn := error.header["turn"]:
+                    return {"turn": turn, "method": ""}, {}
+
+    def _with_shared(self, frame: Frame) -> Frame:
+        """With the tensors that lie in memory beside it."""
+        if rows := frame[0].get("shared"):
+            try:
+                frame[1].update(self._payloads.views(rows))
+            except (OSError, ValueError):  # no room for the mapping
+                nbytes = sum(nbytes for _, _, _, nbytes in rows.values())
+                raise LostPayloadError(frame[0], nbytes) from None
+        return frame
+
+    def _lost(self, error: LostPayloadError) -> None:
+        log.error("%s: %s", error.header["method"], error)
+        told = to_wire(TransferFailed(f"rank {self._worker.tp.rank}: {error}"))
+        answer = {"id": error.header["id"], "error": told, "internal": False, "fatal": False}
+        with self._send_lock:
+            send_frame(self._sock, answer, {})
 
     def _run(self, frame: Frame) -> None:
         header, tensors = frame
@@ -112,8 +127,11 @@ class RankLoop:
         except Exception as error:  # noqa: BLE001 - as above
             self._refuse(header, error)
             return
+        answer = {"id": header["id"], "reply": values}
         with self._send_lock:
-            send_frame(self._sock, {"id": header["id"], "reply": values}, tensors)
+            steps = self._steps if header["method"] == "step" else None
+            if steps is None or not steps.reply(encode(answer, tensors)):
+                send_frame(self._sock, answer, tensors)
 
     def _reply_or_end(self, header: dict[str, Any], reply: Callable[[], Reply]) -> None:
         """Beside the main thread, whose end would be this process's."""

@@ -9,21 +9,15 @@
  * was last seen on this very core and cannot come meanwhile; then it sleeps on the late rank's
  * counter until it is woken or the deadline has come. */
 #define _GNU_SOURCE /* sched_getcpu */
+#include "futex.h"
 #include "vec.h"
 #include "wait.h"
 
 #include <sched.h>
-#include <time.h>
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #define LINE 64
 #define PAGE 4096
 #define LOOKS 16                    /* at the counter, between two looks at the clock */
-#define NAP 100000000               /* ns: no sleep is longer, should a wake-up ever be lost */
 #define SPLIT_BYTES 32768           /* from here on more than two ranks share out the sum */
 #define MAX_RANKS 64
 #define ALL_CAME (-1)
@@ -42,36 +36,11 @@ typedef struct {
     int64_t spin, deadline; /* ns */
 } group;
 
-static int64_t now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
 static int core(void) {
 #if defined(__linux__)
     return sched_getcpu();
 #else
     return -1;
-#endif
-}
-
-static void sleep_on(uint32_t *word, uint32_t seen, int64_t ns) {
-    struct timespec t = {0, ns < NAP ? ns : NAP};
-#if defined(__linux__)
-    syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, 0, 0);
-#else
-    (void)word, (void)seen;
-    if (t.tv_nsec > 50000) t.tv_nsec = 50000;
-    nanosleep(&t, 0);
-#endif
-}
-
-static void wake(uint32_t *word) {
-#if defined(__linux__)
-    syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, 0, 0, 0);
-#else
-    (void)word;
 #endif
 }
 
