@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick more clients browser soak docs lint types unit install clean
+.PHONY: demo test quick more clients browser soak cards docs lint types unit install clean
 
 demo: $(STAMP)
 	$(BIN)/python trainer_examples/grpo_fsdp2.py
@@ -53,6 +53,10 @@ soak: $(STAMP)
 	ROLLOUT_TEST_RANDOM=1 $(PYTEST)
 	ROLLOUT_TEST_FLEETS=2000 $(BIN)/pytest tests/fleet/test_faults_by_a_model.py
 	ROLLOUT_TEST_EXITS=30 $(BIN)/pytest -m "more or not more" tests/api/test_clean_exits.py
+
+# Every figure that several GPUs of one machine give, in nine minutes: send cards-results with an issue.
+cards: $(STAMP)
+	$(BIN)/python benchmarks/cards.py --out cards-results
 
 # The documentation site, in site/; a link that leads nowhere fails.
 docs: $(STAMP)

@@ -20,18 +20,28 @@ from gpu_models import BF16, CUDA, llama_config, measure
 from rollout import Rollout, SamplingParams
 
 CARDS = torch.cuda.device_count() if CUDA else 2
-HALF = max(1, CARDS // 2) if CUDA else CARDS  # ranks on each side of an update
+ALL = 1 << (CARDS.bit_length() - 1)  # ranks that the model's heads can be shared out to
+HALF = max(1, ALL // 2) if CUDA else ALL  # ranks on each side of an update
 LIMIT = 240  # seconds for the trainer's ranks of one section
 ASKED = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
 
 def cards(report: Any) -> None:
     """What there is, and copies from the first card to each of the others."""
-    report.facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "ranks": CARDS}
+    report.facts = {
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "commit": _said("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+        "cuda": torch.version.cuda,
+        "ranks": CARDS,
+    }
     if not CUDA:
         report.facts["device"] = "CPU, dry run"
         return
     report.facts["cards"] = [torch.cuda.get_device_name(n) for n in range(CARDS)]
+    report.facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    report.facts["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv")
+    report.facts["topology"] = _said("nvidia-smi", "topo", "-m")
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")
     for n in range(1, CARDS):
         target = torch.empty_like(source, device=f"cuda:{n}")
@@ -47,7 +57,7 @@ def tensor_parallel(report: Any) -> None:
     batches, tokens = ((2,), 4) if report.dry else ((1, 64), 64)
     first: list[list[float]] | None = None
     with checkpoint(report.dry) as folder:
-        for size in (n for n in (1, 2, 4, 8) if n <= CARDS):
+        for size in (1 << n for n in range(ALL.bit_length())):
             with Rollout(folder, tensor_parallel_size=size, **_settings(report.dry)) as engine:
                 for batch in batches:
                     prompts = [lines[i % 4][:32] for i in range(batch)]
@@ -76,6 +86,9 @@ def tensor_parallel(report: Any) -> None:
 def updates(report: Any) -> None:
     """From FSDP2 on one half of the cards into an engine on the other."""
     transports = ["auto", "broadcast", "p2p"]
+    if CUDA and CARDS < 2:  # NCCL refuses two ranks on one card
+        transports = ["auto"]
+        report.facts["left out"] = "broadcast and p2p, which need two cards"
     with (
         checkpoint(report.dry) as folder,
         Rollout(folder, tensor_parallel_size=HALF, **_settings(report.dry)) as engine,
@@ -96,8 +109,8 @@ def updates(report: Any) -> None:
 def colocated(report: Any) -> None:
     """An engine in the ranks of an FSDP2 trainer, on all cards: shards to shards."""
     with checkpoint(report.dry) as folder:
-        told = trainers("share", CARDS, folder, dry=report.dry)
-    label = f"FSDP {CARDS} and TP {CARDS} in the same processes"
+        told = trainers("share", ALL, folder, dry=report.dry)
+    label = f"FSDP {ALL} and TP {ALL} in the same processes"
     report.add(f"{label}, an update", told["seconds"] * 1e3, "ms")
     report.add(f"{label}, sleep and wake_up", told["slept"] * 1e3, "ms")
     report.facts[label] = told["details"]
@@ -141,26 +154,48 @@ def trainers(role: str, size: int, folder: str, **args: Any) -> dict[str, Any]:
     """What rank 0 of ``size`` ranks of a trainer in ``role`` says; all have ended then."""
     with tempfile.TemporaryDirectory() as where:
         said = {"role": role, "size": size, "folder": folder, "store": f"{where}/store", **args}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, json.dumps({**said, "rank": rank})],
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
+        logs = [Path(where, f"{rank}.log") for rank in range(size)]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        ranks = []
+        for rank, log in enumerate(logs):
+            command = [sys.executable, __file__, json.dumps({**said, "rank": rank})]
+            with log.open("w") as errors:
+                ranks.append(
+                    subprocess.Popen(
+                        command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+                    )
+                )
         try:
             ends = time.monotonic() + LIMIT
-            out = [rank.communicate(timeout=max(1, ends - time.monotonic()))[0] for rank in ranks]
+            while any(rank.poll() is None for rank in ranks) and time.monotonic() < ends:
+                if any(rank.returncode for rank in ranks):
+                    time.sleep(2)  # for what the others have to say of it
+                    break
+                time.sleep(0.1)
         finally:
+            codes = [rank.poll() for rank in ranks]
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-    if codes := [rank.returncode for rank in ranks if rank.returncode]:
-        raise RuntimeError(f"the trainer's ranks ended with {codes}")
-    found: dict[str, Any] = json.loads(out[0].splitlines()[-1])
+        if any(codes) or None in codes:
+            # One that ended by itself says more than those that waited for it.
+            wrong = max(range(size), key=lambda rank: abs(codes[rank] or 0))
+            raise RuntimeError(
+                f"the trainer's ranks ended with {codes}; rank {wrong}: ...\n"
+                + logs[wrong].read_text()[-1500:]
+            )
+        assert ranks[0].stdout is not None
+        found: dict[str, Any] = json.loads(ranks[0].stdout.read().splitlines()[-1])
     return found
+
+
+def _said(*command: str) -> str:
+    """What a program printed; why not, where it cannot be had."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    return (done.stdout or done.stderr).strip()
 
 
 # ---- a trainer's rank ----

@@ -82,9 +82,14 @@ def main(title: str, module: str, name: str) -> int:
     args = parser.parse_args()
     if args.dry_run:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
-    import torch
+    try:
+        import torch
 
-    sections = importlib.import_module(module).SECTIONS
+        sections = importlib.import_module(module).SECTIONS
+    except ImportError as error:
+        root = Path(__file__).parents[1]
+        print(f"{error}; what is needed comes with: pip install -e {root}", file=sys.stderr)
+        return 2
     if not args.dry_run and not torch.cuda.is_available():
         print("no CUDA device here; --dry-run goes the same ways on a CPU", file=sys.stderr)
         return 2
