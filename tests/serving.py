@@ -22,9 +22,9 @@ class Served:
 
 
 @contextmanager
-def serve(model: Path, *flags: str) -> Iterator[Served]:
+def serve(model: Path, *flags: str, python: str = sys.executable) -> Iterator[Served]:
     """Started, ready, and at the end terminated; fails with the server's stderr."""
-    command = [sys.executable, "-m", "rollout", "serve", str(model), "--port", "0"]
+    command = [python, "-m", "rollout", "serve", str(model), "--port", "0"]
     command += ["--grpc-port", "0", "--device", "cpu", "--num-threads", "1", "--exit-with-stdin"]
     process = subprocess.Popen(
         [*command, *flags],
