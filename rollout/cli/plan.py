@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rollout.cli.flags import Row, add_rows
+from rollout.cli.plan_fleet import fleet_rows, plan_fleet
 from rollout.cli.tables import print_table
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import ConfigError
@@ -32,6 +33,14 @@ PLAN: tuple[Row, ...] = (
     ("--dtype", ("bfloat16", "float16", "float32"), None, "of the engine (default: the config's)"),
     ("--expert-parallel", "", False, "whole experts on each engine rank"),
     ("--bucket-mib", "N", DEFAULT_BUCKET_BYTES >> 20, "MiB of a bucket"),
+    ("--hosts", "N", 0, "through a fleet's front, its members spread over N hosts"),
+    (
+        "--front",
+        ("apart", "among"),
+        "apart",
+        "with --hosts: whether trainer and front are on the first of them, or each on another",
+    ),
+    ("--gpu", "", False, "with --hosts: members on GPUs, which share no memory"),
     ("--json", "", False, "one JSON object, with every link"),
 )
 
@@ -76,6 +85,10 @@ def add_plan(commands: Any, add_command: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.bucket_mib < 1 or any(not rate > 0 for rate in args.bandwidth):
         raise ConfigError("--bucket-mib and --bandwidth must be positive")
+    if args.hosts:
+        return _run_fleet(args)
+    if args.gpu or args.front != "apart":
+        raise ConfigError("--gpu and --front say where members of a fleet are: give --hosts, too")
     traffic = plan_traffic(
         args.model,
         trainer=args.trainer,
@@ -129,6 +142,26 @@ def plan_traffic(
         rollout_peak_bytes=min(bucket_bytes, into) + into,
         seconds={f"{rate:g}": busiest / (rate * 1e9) for rate in bandwidths},
     )
+
+
+def _run_fleet(args: argparse.Namespace) -> int:
+    _trainer(args.trainer)  # whatever it is, it sends once
+    size, engines = _rollout(args.rollout)
+    metadata, wanted = _wants(args.model, size, args.dtype, args.expert_parallel)
+    ranks = [
+        sum(box.numel * meta.dtype.itemsize for meta in metadata for box in wanted[meta.name][rank])
+        for rank in range(size)
+    ]
+    traffic = plan_fleet(
+        sum(meta.nbytes for meta in metadata), max(ranks), members=engines, hosts=args.hosts,
+        among=args.front == "among", gpu=args.gpu, bucket_bytes=args.bucket_mib << 20,
+        bandwidths=args.bandwidth,
+    )  # fmt: skip
+    if args.json:
+        print(json.dumps(asdict(traffic)))
+    else:
+        print_table(fleet_rows(traffic, _size))
+    return 0
 
 
 def _trainer(text: str) -> tuple[int, int]:
@@ -293,14 +326,16 @@ def _links(
     return links
 
 
-def _rows_of(traffic: Traffic) -> list[tuple[str, str]]:
-    def size(nbytes: float) -> str:
-        for unit in ("B", "kB", "MB", "GB", "TB"):
-            if nbytes < 1000 or unit == "TB":
-                return f"{nbytes:.4g} {unit}"
-            nbytes /= 1000
-        raise AssertionError
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 1000 or unit == "TB":
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    raise AssertionError
 
+
+def _rows_of(traffic: Traffic) -> list[tuple[str, str]]:
+    size = _size
     volumes = sorted(n for _, _, n in traffic.links)
     middle, engines = volumes[len(volumes) // 2], traffic.engines
     (src, dst, most), (sender, sent) = traffic.busiest_link, traffic.busiest_sender

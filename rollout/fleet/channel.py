@@ -15,9 +15,10 @@ from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed, Versio
 from rollout.fleet.actions import Adapters
 from rollout.fleet.committed import Committed, CommittedUpdates
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.hosts import FRONT, HostMemory, Part, by_host, pairs
+from rollout.fleet.hosts import HostMemory, Part
 from rollout.fleet.transaction import Transaction
 from rollout.fleet.update_log import UpdateLog
+from rollout.fleet.ways import AHEAD, FRONT, followers, ways
 from rollout.weight_sync.protocol.adapters import HeldAdapter, adapter_digest, digest_of_all
 from rollout.weight_sync.protocol.digests import MASK, total
 from rollout.weight_sync.protocol.link import StreamOffer
@@ -29,11 +30,11 @@ from rollout.weight_sync.protocol.messages import (
     UpdateRequest,
 )
 from rollout.weight_sync.transports import served
+from rollout.weight_sync.transports.host import host_id
 from rollout.weights.components import adapter_component, component_of
 from rollout.wire.codec import to_plain
 
 JOIN_WAIT = 5.0  # seconds until a member that joins by it takes the update, or is left out
-AHEAD = 2  # buckets under way to every member
 
 
 class FleetChannel:
@@ -251,36 +252,36 @@ class FleetChannel:
         """Each member's part, with the bytes, or an offer of memory that they will lie in, or
         another that will bring them.
         """
-        near, shared = by_host(self._parts.values())
-        alone = len(near) == len(self._parts)
+        here, parts = host_id(), self._parts.values()
+        near = sum(1 for part in parts if here and part.host == here)
         if request.transport == "ipc":
-            self._memory = HostMemory.of_trainer(request, read=not alone)
-        elif len(near) > 1:
+            self._memory = HostMemory.of_trainer(request, read=near < len(parts))
+        elif near > 1:
             self._memory = HostMemory.of_front(request)
-        for part in near if self._memory.offer else ():
-            part.maps = FRONT
-        firsts = {group[0].name: group for group in shared.values()}
-        others = {part.name for group in shared.values() for part in group[1:]}
-        fed = [part for part in self._parts.values() if part.name not in others and not part.maps]
-        chained = sum(part.relays for part in fed) > 1
+        able = {part.name for part in parts if part.relays}
+        planned = ways(
+            {part.name: part.host for part in parts}, here, able, offered=bool(self._memory.offer)
+        )
+        chained = able if any(way.relays for way in planned.values()) else set()
+        others = {name for name, way in planned.items() if way.maps not in ("", FRONT)}
         offers: dict[str, Mapping[str, Any]] = {}
 
         def begin_fed(part: Part) -> None:
             # A share is the stream's business, whose grace would outlive this front.
-            relays = chained and part.relays
-            shares = part.name in firsts or (relays and bool(part.host))
+            shares, relays = planned[part.name].shares, part.name in chained
             offer = to_plain(StreamOffer(shares=shares, relays=relays)) if shares or relays else {}
             begun = self._begin_part(part, "inline", offer)
             part.feed, offers[part.name] = begun.feed, begun.shared
 
         def begin(part: Part) -> None:
+            part.maps = planned[part.name].maps
             if part.maps:
                 self._begin_part(part, "ipc", self._memory.offer)
             else:
                 begin_fed(part)
 
         def begin_other(part: Part) -> None:
-            first = next(name for name, group in firsts.items() if part in group)
+            first = planned[part.name].maps
             offer = offers.get(first)
             if offer and first in self._parts:
                 part.maps = first
@@ -299,7 +300,8 @@ class FleetChannel:
 
     def _chain(self, request: UpdateRequest) -> None:
         """Have each member that can be fed take what comes on to the next one."""
-        next_of = pairs(self._parts.values())
+        before = followers(part.name for part in self._parts.values() if part.feed)
+        next_of = {name: self._parts[after] for after, name in before.items()}
 
         def forward(part: Part) -> None:
             if (to := next_of.get(part.name)) is not None:

@@ -1,33 +1,23 @@
-"""How the bytes of an update reach members: from host to host, whose members share them there.
-
-Hosts form a chain: the front sends to the first, and each takes what comes on to the next while it
-comes. In a chain every uplink, the front's too, carries one copy, so with bytes under way
-everywhere at once it is as fast as one link, a little later at each hop (a chunk of 2 MiB); two
-buckets of 64 MiB under way keep thirty hosts busy. A tree of fan-out 2 has fewer hops, but its
-inner hosts send two copies, beside the tokens that they serve, at half the speed.
-"""
+"""A member's part of an update, and the memory of the front's host that its bytes lie in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from rollout.errors import TransferFailed
+from rollout.fleet.ways import FRONT
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     UpdateRequest,
     WeightInfo,
 )
-from rollout.weight_sync.transports.host import host_id
 from rollout.weight_sync.transports.shared_memory import IpcReceiver, IpcSender, SharedFile
 from rollout.wire.codec import from_plain
-
-FRONT = "the front"
 
 
 def place_of(info: WeightInfo) -> str:
@@ -113,20 +103,3 @@ class HostMemory:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
-
-
-def pairs(parts: Iterable[Part]) -> dict[str, Part]:
-    """The chain of those that can be fed: who follows each, by name."""
-    return {one.name: other for one, other in pairwise(part for part in parts if part.feed)}
-
-
-def by_host(parts: Iterable[Part]) -> tuple[list[Part], dict[str, list[Part]]]:
-    """Those on the front's host; and those elsewhere that share memory, by host, two at least."""
-    here, near = host_id(), []
-    others: dict[str, list[Part]] = {}
-    for part in parts:
-        if part.host and part.host == here:
-            near.append(part)
-        elif part.host:
-            others.setdefault(part.host, []).append(part)
-    return near, {host: group for host, group in others.items() if len(group) > 1}

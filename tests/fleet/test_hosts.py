@@ -8,6 +8,7 @@ from fleet_front import ENGINE, Front
 from tiny_models import write_tiny
 
 from rollout import Rollout
+from rollout.cli.plan_fleet import plan_fleet
 from rollout.errors import EngineClosed, TransferFailed
 from rollout.fleet.link import Link
 from rollout.rpc.update_channel import GrpcWeightChannel
@@ -60,6 +61,7 @@ def test_each_host_gets_each_byte_once(spread_out, sent, tmp_path, trained, tran
         assert receipt.details["members_map"] == {
             **dict.fromkeys(here, "the front"), there[1]: there[0],
         }  # fmt: skip
+        check_plan(receipt, front.names, hosts=2, among=True)
         assert all(one.check_weights(trained).equal for one in spread_out)
     finally:
         front.close()
@@ -109,6 +111,25 @@ def far(spread_out):
     return spread_out
 
 
+def check_plan(receipt, names, hosts, among):
+    """What ``rollout plan`` says of such a fleet is what came to pass."""
+    size = receipt.num_bytes
+    plan = plan_fleet(
+        size, size, members=len(names), hosts=hosts, among=among, gpu=False,
+        bucket_bytes=OPTIONS["bucket_bytes"], bandwidths=(1.0,),
+    )  # fmt: skip
+    said = {f"member {n}": name for n, name in enumerate(names)}
+    ways = {}
+    for name, way in plan.ways.items():
+        source = way.removeprefix("maps ")
+        ways[said[name]] = way.removesuffix(source) + said.get(source, source)
+    maps = {name: f"maps {of}" for name, of in receipt.details["members_map"].items()}
+    assert ways == {**told(receipt), **maps}
+    padding = 64 * 100  # of an entry
+    assert 0 <= sum(receipt.details["front_sent_bytes"].values()) - plan.front_sends < padding
+    assert plan.host_receives == size
+
+
 def told(receipt):
     return receipt.details["members_fed_by"]
 
@@ -128,6 +149,8 @@ def test_hosts_take_the_bytes_on_to_the_next(far, sent, tmp_path, trained):
             assert sent == expected
             assert receipt.details["members_map"] == {second: first}
             assert told(receipt) == {first: "the front", third: first, fourth: third}
+            if encoding == "full":
+                check_plan(receipt, front.names, hosts=3, among=False)
             assert all(one.check_weights(trained).equal for one in far)
     finally:
         front.close()

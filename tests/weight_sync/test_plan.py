@@ -210,3 +210,26 @@ def test_layers_of_every_kind_are_planned(tmp_path, arch) -> None:
 def test_what_makes_no_sense_is_named(tmp_path, arguments) -> None:
     with pytest.raises(ConfigError, match=r"--trainer|--rollout"):
         plan_traffic(str(tmp_path), trainer=arguments[0], rollout=arguments[1])
+
+
+def test_the_bytes_of_a_fleet_are_planned(tmp_path, capsys) -> None:
+    write_tiny(tmp_path)
+    capsys.readouterr()  # what writing has said
+    command = ["plan", "--trainer", "fsdp:4", "--rollout", "tp:2x8", "--model", str(tmp_path)]
+    assert main([*command, "--hosts", "4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    single = plan_traffic(str(tmp_path), trainer="fsdp:4", rollout="tp:2x8")
+    once = single.weight_bytes
+    assert plan["front_sends"] == plan["host_receives"] == plan["host_sends"] == once
+    assert (plan["hops"], plan["ways"]["member 2"]) == (4, "member 0")
+    assert plan["ways"]["member 3"] == "maps member 2"
+    assert plan["host_memory_bytes"] == 2 * once
+    assert once / 2 <= plan["member_memory_bytes"] == single.busiest_receiver[1] < once
+    assert main([*command, "--hosts", "4", "--front", "among"]) == 0
+    assert "3 from the front to the last member" in capsys.readouterr().out
+    assert main([*command, "--hosts", "2", "--gpu", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["hops"], plan["front_sends"], plan["host_memory_bytes"]) == (8, once, 8 * once)
+    for wrong in (["--hosts", "9"], ["--gpu"], ["--front", "among"]):
+        assert main([*command, *wrong]) == 2
+        assert "--hosts" in capsys.readouterr().err
