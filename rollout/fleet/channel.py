@@ -116,8 +116,9 @@ class FleetChannel:
         """Raise what is wrong with the request itself, whatever is live."""
         if request.transport not in (*self._transports, *served(self._transports)):
             raise ConfigError(
-                f"transport {request.transport!r:.80} does not lead to a fleet; it takes "
-                f"{', '.join(served(self._transports))}"
+                f"transport {request.transport!r:.80} is for one engine: trainers meet each of its "
+                "ranks, and a fleet's members come and go; use transport='auto' (here: "
+                f"{' or '.join(served(self._transports))})"
             )
         if request.staging == "none":
             raise ConfigError("a fleet's members have to be prepared: staging='none' cannot be")

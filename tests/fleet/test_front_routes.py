@@ -11,6 +11,7 @@ from fleet_front import ENGINE, LEASE
 from safetensors.torch import save, save_file
 
 from rollout import AsyncRollout, Rollout
+from rollout.errors import ConfigError
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.record import Record
@@ -112,6 +113,18 @@ def test_groups_of_trainers_are_refused_by_name(engines, tmp_path):
 
     for text in asked(engines, tmp_path, ask):
         assert "a fleet's members come and go" in text
+
+
+def test_a_group_of_a_trainer_and_ranks_is_refused_with_what_to_use(front, trained):
+    front.fleet.wait_serving(3, 30.0)
+    for transport in ("broadcast", "p2p"):
+        with pytest.raises(
+            ConfigError, match="a fleet's members come and go; use transport='auto'"
+        ):
+            front.rollout.update_weights(trained, transport=transport)
+    receipt = front.rollout.update_weights(trained)
+    assert receipt.transport in ("ipc", "inline")
+    assert set(receipt.details["members"].values()) == {"committed"}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")

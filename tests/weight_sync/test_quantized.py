@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from rollout.models.config import ModelConfig
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.protocol.digests import combine, slot_rows, total
 from rollout.weights import Box, TensorPiece
+from rollout.weights.box import interval_boxes
 from rollout.weights.quantization import SCHEMES
 
 SIZES = {"int8": (1, 2, 4), "fp8": (1, 2, 4), "fp8_block": (1, 2), "mxfp4": (1, 2, 4)}
@@ -179,6 +181,28 @@ def test_an_update_ends_like_a_fresh_start(engine, checkpoints, transport) -> No
         models = [rank.instances.live for rank in engine.ranks]
         assert receipts[0].details["quantized_digest"] == f"{total(held(models).values()):016x}"
         assert total(engine.digests(DEADLINE).values()) == receipts[0].digest  # of what was sent
+
+
+def amid_rows(shape, rank, size):
+    """As FSDP1 cuts: anywhere."""
+    numel = math.prod(shape)
+    return interval_boxes(tuple(shape), numel * rank // size, numel * (rank + 1) // size)
+
+
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("mxfp4", marks=pytest.mark.more)])
+def test_trainer_ranks_write_what_they_hold_where_quantised_ranks_read_it(
+    checkpoints, scheme
+) -> None:
+    engine = Engine(checkpoints[0], 2, checkpoints[1], quantization=scheme)
+    try:
+        trainers = TrainerRanks(engine, 3, amid_rows)  # whose gathering is an error
+        for weights in (checkpoints[2], checkpoints[1]):
+            for receipt in trainers.send(weights, transport="ipc"):
+                assert getattr(receipt, "transport", receipt) == "ipc"
+                assert len(receipt.details["sent_bytes"].split(",")) == 3
+            assert same(engine.live(), fresh(engine, checkpoints, weights))
+    finally:
+        engine.close()
 
 
 def test_a_delta_sends_changed_tensors_whole_and_a_rollback_goes_back(engine, checkpoints) -> None:

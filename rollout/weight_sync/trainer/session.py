@@ -349,9 +349,10 @@ class Opener:
         layout = self.layout
         if layout is None or not (transport.shared and layout.divided and layout.num_hosts == 1):
             return False
-        # Quantised rows, which ranks cut anywhere, would wait there for their other halves.
-        whole = encoding.name == "full" and not encoding.keeps
-        return whole and not self.info.quantized
+        # Where rows share a scale, those around each cut would wait there for their other halves.
+        grid = self.info.grid
+        alone = grid is None or grid.rows == 1
+        return alone and encoding.name == "full" and not encoding.keeps
 
     def _streams(self, transport: Transport, encoding: Encoding) -> int:
         """How many streams will carry the update: one of each trainer rank that can read its own
