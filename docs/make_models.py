@@ -51,11 +51,13 @@ MIDDLE = """\
 Any other causal model of the installed transformers runs as its own modules: with our pages,
 batches, prefix cache, sampling and updates, on one rank, without native blocks, captured graphs or
 `deterministic=True`. Where its attention goes through transformers' attention interface, a step is
-one pass. Else (attention of its own, biases by distance, an index of keys, recurrent states) each
-sequence of a step is a pass of its own, over a cache of transformers' kind whose keys, values and
-states lie in our pages and slots. No code of a checkpoint is run. After the first load its logprobs
-over pages, of two sequences in turns, are compared with those of the same modules under
-transformers' own attention; a model for which they differ is refused. So is rope that depends on a
+one pass. Else (attention of its own, biases by distance, an index of keys, recurrent states) a step
+goes over a cache of transformers' kind whose keys, values and states lie in our pages and slots:
+all sequences that decode in one pass, shorter contexts padded at the left under a mask, and
+prefills of equal length in another. No code of a checkpoint is run. After the first load its
+logprobs over pages, of three sequences, are compared with those of the same modules alone, under
+transformers' own attention. Modules that do not bear padding decode with sequences of equal length,
+or each alone; a model for which logprobs differ even so is refused. So is rope that depends on a
 sequence's length (`dynamic`, `longrope`).
 
 """
@@ -250,19 +252,23 @@ def reason(row: Any) -> str:
     """A line for all models with one kind of reason."""
     why = row.why
     for part, said in (
+        ("tid2eid", "integer tables in files, by which tokens choose experts"),
+        ("w13_weight", "files that interleave the rows of a tensor in memory"),
+        ("timm", "towers of the package timm, which is not installed"),
+        ("[-1, 4, 6]", "several tokens at each position: codebooks of audio"),
         ("does not go through the interface", "their attention does not go through the interface"),
         ("need more than a KV cache", "layers that need more than a KV cache"),
         ("states beside", "states that they keep outside of a cache"),
-        ("through a cache", "no use of a cache"),
-        ("of its own and is not", "a cache of their own"),
-        ("fail over a cache", "steps of one token alone over a cache"),
+        ("through a cache", "no use of a cache: every token computes the whole text again"),
+        ("of its own and is not", "a cache of a class of their own"),
+        ("fail over a cache", "caches that take no chunk of a prompt, or more than its tokens"),
         ("convolutions over tokens", "convolutions over tokens"),
         ("only causal attention", "attention that is not causal by default"),
         (
             "do not run without memory",
-            "modules that do not run on `meta`, which shows their shapes",
+            "modules that look at values before any are there",
         ),
-        ("logprobs differ", "logprobs that differ over pages"),
+        ("logprobs differ", "states that they keep in their modules, so that sequences mix"),
         ("unknown tensor", "files that name or shape tensors otherwise than the modules"),
         ("were not initialized", "files that name or shape tensors otherwise than the modules"),
         ("no box of a parameter", "files that name or shape tensors otherwise than the modules"),
@@ -272,6 +278,10 @@ def reason(row: Any) -> str:
     ):
         if part in why:
             return said
+    if row.model_type.endswith("_assistant"):
+        return "draft models, which attend to another model's keys"
+    if row.model_type == "blt":
+        return "bytes in patches, of which another model within tells the ends"
     if row.how == "no tiny model":
         return "no tiny model could be made of their config"
     return "another refusal"

@@ -1,8 +1,8 @@
 """Transformers' own cache over our pages and slots, for modules that attend by themselves.
 
 Modules that do not call attention by name still hand keys and values to a ``Cache``, and recurrent
-ones their states. A sequence's is one whose layers write to its pages, and give back what lies in
-them; states are taken out of its slot before a pass and put back behind it.
+ones their states. That of a pass is one whose layers write to its sequences' pages, and give back
+what lies in them; states are taken out of their slots before a pass and put back behind it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.transformers_passes import Pass
 
 Shape = tuple[int, ...]
 
@@ -87,8 +88,8 @@ def what_is_kept(cache: Any) -> tuple[Kept, ...]:
     return tuple(found)
 
 
-class SequenceCache:
-    """The cache of sequence ``number`` of a step, over one entry of ``kv`` for each of ``kept``."""
+class PassCache:
+    """The cache of the sequences of one pass, over one entry of ``kv`` for each of ``kept``."""
 
     def __init__(
         self,
@@ -96,47 +97,48 @@ class SequenceCache:
         kept: Sequence[Kept],
         kv: Sequence[LayerKV],
         batch: ForwardBatch,
-        number: int,
-        tokens: slice,
-        past: int,
+        one: Pass,
     ) -> None:
         from transformers import DynamicCache
 
-        self._kept, self._kv, self._past = kept, kv, past
-        self._slot = 0 if batch.state_slots is None else int(batch.state_slots[number])
+        self._kept, self._kv = kept, kv
+        numbers = torch.tensor(one.sequences, device=batch.positions.device)
+        # Where there are none, nothing asks.
+        self._slots = numbers if batch.state_slots is None else batch.state_slots[numbers].long()
         self.inner = DynamicCache(config=config)
         self.inner.layer_class_to_replicate = None
+        pages = _Pages(batch, one, numbers)
+        self.mask = pages.mask  # [sequences, context] int64: 0 where a shorter one is padded
         for each, entry in zip(kept, kv, strict=True):
             layer = self._layer(each.layer)
             if each.kind == "states":
-                if past:
+                if any(one.past):
                     self._take_out(each, entry, layer)
-                continue
-            pages = _Pages(entry, batch, number, tokens, past)
-            if each.kind == "keys":
-                _page_keys(layer, pages)
+            elif each.kind == "keys":
+                _page_keys(layer, pages, entry)
             else:
-                _page_index(layer, pages)
-                if each.positions and past:  # of text, whose positions are where its tokens lie
-                    places = torch.arange(past, device=batch.positions.device)
-                    layer.indexer_position_ids = places.expand(each.positions, 1, past)
+                _page_index(layer, pages, entry)
+                if each.positions and pages.past:  # of text: where its tokens lie
+                    places = pages.places[:, : pages.past]
+                    layer.indexer_position_ids = places.expand(each.positions, *places.shape)
 
     def put_back(self) -> None:
-        """States to their slot, once the pass is over."""
+        """States to their slots, once the pass is over."""
         for each, entry in zip(self._kept, self._kv, strict=True):
             if each.kind != "states":
                 continue
-            layer = self._layer(each.layer)
-            for store, parts, shapes in _states(layer, entry, each):
-                for (number, _), place in zip(
-                    shapes, _places(store[self._slot], shapes), strict=True
-                ):
-                    place.copy_(parts[number][0])
+            for store, parts, shapes in _states(self._layer(each.layer), entry, each):
+                for number, shape, columns in _columns(shapes):
+                    place = store[:, columns]
+                    place.index_copy_(
+                        0, self._slots, parts[number].reshape(-1, prod(shape)).to(store.dtype)
+                    )
 
     def _take_out(self, each: Kept, entry: LayerKV, layer: Any) -> None:
         for store, parts, shapes in _states(layer, entry, each):
-            for (number, _), place in zip(shapes, _places(store[self._slot], shapes), strict=True):
-                parts[number] = place[None].clone()
+            held = store.index_select(0, self._slots)
+            for number, shape, columns in _columns(shapes):
+                parts[number] = held[:, columns].reshape(-1, *shape).contiguous()
         for number, shape in each.inputs:
             layer.is_conv_states_initialized[number] = True
             layer.conv_kernel_size[number] = shape[-1]
@@ -155,35 +157,48 @@ class SequenceCache:
 
 
 class _Pages:
-    """One entry's pages of one sequence."""
+    """Where the contexts of a pass lie, each padded at the left with its own first token."""
 
-    def __init__(
-        self, kv: LayerKV, batch: ForwardBatch, number: int, tokens: slice, past: int
-    ) -> None:
-        self.kv, self.past = kv, past
-        self.table = batch.block_tables[number].long()
-        self.slots = batch.slot_mapping[tokens]
+    def __init__(self, batch: ForwardBatch, one: Pass, numbers: Tensor) -> None:
+        device, padding = batch.positions.device, one.padding
+        self.past = max(one.past)
+        places = torch.arange(one.context, device=device)[None]
+        self.mask: Tensor | None = None
+        if padding is not None:
+            places = places - padding[:, None]
+            self.mask, places = (places >= 0).long(), places.clamp(min=0)
+        self.places = places.expand(len(numbers), -1)  # [sequences, context]
+        self._tables, self._new = batch.block_tables[numbers].long(), batch.slot_mapping[one.tokens]
+        self._rows: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def swap(self, new: Tensor, pages: Tensor) -> Tensor:
-        """``new`` [1, heads, T, dim] goes to its slots; all of the context [1, heads, C, dim]."""
-        _, heads, count, dim = new.shape
-        block = pages.shape[2]
-        pages[self.slots // block, :heads, self.slots % block, :dim] = (
-            new[0].transpose(0, 1).to(pages.dtype)
-        )
-        total = self.past + count
-        used = pages[self.table[: -(-total // block)], :heads, :, :dim]
-        whole = used.transpose(0, 1).reshape(heads, -1, dim)
-        return whole[None, :, :total].to(new.dtype)
+        """``new`` [sequences, heads, T, dim] goes to its slots; all of the contexts, like it."""
+        count, heads, _, dim = new.shape
+        used, written = self._lines(heads, pages.shape[1], pages.shape[2])
+        lines = pages.view(-1, pages.shape[3])
+        lines[:, :dim].index_copy_(0, written, new.reshape(-1, dim).to(pages.dtype))
+        found = lines.index_select(0, used).view(count, heads, -1, pages.shape[3])
+        return found[..., :dim].to(new.dtype)
+
+    def _lines(self, heads: int, most: int, block: int) -> tuple[Tensor, Tensor]:
+        """Rows of pages as [blocks x most x block, dim]: of the contexts, of the new tokens."""
+        key = heads, most, block
+        if key not in self._rows:
+            slots = self._tables.gather(1, self.places // block) * block + self.places % block
+            head = torch.arange(heads, device=slots.device)[:, None] * block
+            self._rows[key] = tuple(  # type: ignore[assignment]
+                (head + (each // block * most * block + each % block)[:, None]).flatten()
+                for each in (slots, self._new)
+            )
+        return self._rows[key]
 
 
-def _page_keys(layer: Any, pages: _Pages) -> None:
+def _page_keys(layer: Any, pages: _Pages, kv: LayerKV) -> None:
     """From now on ``layer`` keeps keys and values in pages."""
-    past, kv = pages.past, pages.kv
-    done = [past]
+    done = [pages.past]
 
     def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        done[0] = past + keys.shape[-2]
+        done[0] = pages.past + keys.shape[-2]
         return pages.swap(keys, kv.k), pages.swap(values, kv.v)
 
     layer.update = update
@@ -192,9 +207,9 @@ def _page_keys(layer: Any, pages: _Pages) -> None:
     layer.is_sliding = False  # nothing is cut off: masks say how far a query sees
 
 
-def _page_index(layer: Any, pages: _Pages) -> None:
-    def update(keys: Tensor) -> Tensor:  # [1, T, dim]
-        return pages.swap(keys[:, None], pages.kv.k)[:, 0]
+def _page_index(layer: Any, pages: _Pages, kv: LayerKV) -> None:
+    def update(keys: Tensor) -> Tensor:  # [sequences, T, dim]
+        return pages.swap(keys[:, None], kv.k)[:, 0]
 
     layer.update_indexer = update
 
@@ -207,10 +222,9 @@ def _states(
     yield entry.v, layer.recurrent_states, kept.states
 
 
-def _places(flat: Tensor, shapes: tuple[tuple[int, Shape], ...]) -> Iterator[Tensor]:
-    """Views of a slot, one after the other."""
+def _columns(shapes: tuple[tuple[int, Shape], ...]) -> Iterator[tuple[int, Shape, slice]]:
+    """Where each state lies in a slot, one after the other."""
     at = 0
-    for _, shape in shapes:
-        count = prod(shape)
-        yield flat[at : at + count].view(shape)
-        at += count
+    for number, shape in shapes:
+        yield number, shape, slice(at, at + prod(shape))
+        at += prod(shape)

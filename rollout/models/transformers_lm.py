@@ -19,7 +19,9 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.module_map import replace_modules
-from rollout.models.transformers_cache import SequenceCache
+from rollout.models.transformers_cache import PassCache
+from rollout.models.transformers_judge import judge
+from rollout.models.transformers_passes import Pass, Together, passes
 from rollout.models.transformers_probe import (
     EAGER,
     NAME,
@@ -34,9 +36,6 @@ from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_t
 from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import weight_dtype
-
-CHECKED = (9, 4, 1)  # tokens of the steps that a first load is judged by
-TOLERANCE = 1e-3  # of float32 logprobs between attention over pages and transformers' own
 
 
 class TransformersCausalLM(Model):
@@ -61,10 +60,11 @@ class TransformersCausalLM(Model):
             _own_buffers(inner, build.dtype)
         self.inner = inner
         self._keeps_rows = "logits_to_keep" in inspect.signature(inner.forward).parameters
-        self._step = _Pages()
-        self._token_wise = False  # what follows on a state, one token after the other
+        self.step = _Pages()
+        self.token_wise = False  # what follows on a state, one token after the other
+        self.together = Together.PADDED
         if config.kept is None:
-            bind(inner, self._step)
+            bind(inner, self.step)
         self.table = _table(inner)
         check_table(self.table)
         body: Any = inner
@@ -78,9 +78,9 @@ class TransformersCausalLM(Model):
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         if self.config.kept is not None:
-            return self._one_by_one(batch, kv)
-        self._step.begin(batch, kv)
-        return self._logits(batch.input_ids, batch.positions, batch.logit_rows)
+            return self._in_passes(batch, kv)
+        self.step.begin(batch, kv)
+        return self._logits(batch.input_ids[None], batch.positions[None], batch.logit_rows)[0]
 
     def with_hidden_states(
         self, batch: ForwardBatch, kv: Sequence[LayerKV], count: int
@@ -88,119 +88,66 @@ class TransformersCausalLM(Model):
         seen: list[Tensor] = []
         body: Any = self.inner
         hook = body.base_model.register_forward_hook(
-            lambda module, args, out: seen.append(out.last_hidden_state[0])
+            lambda module, args, out: seen.append(out.last_hidden_state.flatten(0, 1))
         )
         try:
             logits = self(replace(batch, logit_rows=batch.logit_rows[:count]), kv)
         finally:
             hook.remove()
-        return logits, torch.cat(seen)[batch.logit_rows]
+        tokens = torch.cat([one.tokens.flatten() for one in self._passes(batch)])
+        return logits, torch.cat(seen)[tokens.argsort()[batch.logit_rows]]
 
     def after_load(self) -> None:
         if not self._checked and self.build.device.type != "meta":
-            self._check()
+            judge(self)
             self._checked = True
 
     def empty_like(self) -> Self:
         fresh = type(self)(self.build, self.max_len, copy.deepcopy(self.inner))
-        fresh._token_wise = self._token_wise
+        fresh.token_wise, fresh.together = self.token_wise, self.together
         return fresh
 
-    def _one_by_one(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
-        """A pass for each sequence, whose modules attend by themselves over a cache of its own."""
+    def _in_passes(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """Over caches of sequences that run together, as their modules attend by themselves."""
         inner: Any = self.inner
-        rows, starts = batch.logit_rows, batch.query_starts.tolist()
+        wanted = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+        wanted[batch.logit_rows] = True
         logits: list[Tensor] = []
         order: list[Tensor] = []
-        for number, context in enumerate(batch.context_lens.tolist()):
-            first, last = starts[number : number + 2]
-            before = last - context  # where the sequence's first token would lie
-            follows = self._token_wise and context > last - first
-            for at in range(first, last) if follows else (first,):
-                part = slice(at, at + 1 if follows else last)
-                cache = SequenceCache(
-                    inner.config, self.config.kept or (), kv, batch, number, part, at - before
-                )
-                here = ((rows >= part.start) & (rows < part.stop)).nonzero()[:, 0]
-                ids, places = batch.input_ids[part], batch.positions[part]
-                logits.append(self._logits(ids, places, rows[here] - at, cache.inner))
-                order.append(here)
-                cache.put_back()
-        return torch.cat(logits)[torch.cat(order).argsort()]
+        for one in self._passes(batch):
+            cache = PassCache(inner.config, self.config.kept or (), kv, batch, one)
+            rows = wanted[one.tokens].any(0).nonzero()[:, 0]
+            ids, places = batch.input_ids[one.tokens], batch.positions[one.tokens]
+            logits.append(self._logits(ids, places, rows, cache).flatten(0, 1))
+            order.append(one.tokens[:, rows].flatten())
+            cache.put_back()
+        place = torch.empty_like(batch.input_ids)
+        tokens = torch.cat(order)
+        place[tokens] = torch.arange(len(tokens), device=place.device)
+        return torch.cat(logits)[place[batch.logit_rows]]
 
-    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, cache: Any = None) -> Tensor:
+    def _passes(self, batch: ForwardBatch) -> list[Pass]:
+        """All of ``batch`` in one where attention goes through the interface."""
+        kept = self.config.kept
+        if kept is None:
+            tokens = torch.arange(len(batch.input_ids), device=batch.input_ids.device)[None]
+            return [Pass(sequences=(0,), tokens=tokens, past=(0,))]
+        paged = any(each.kind != "states" for each in kept)
+        return list(passes(batch, self.together, paged=paged, token_wise=self.token_wise))
+
+    def _logits(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, cache: PassCache | None = None
+    ) -> Tensor:
+        """[sequences, rows, vocab] of ``ids`` [sequences, T]."""
         keep = {"logits_to_keep": rows} if self._keeps_rows else {}
-        self._step.positions = positions[None]
-        how = position_arguments(self.inner, positions[None])
-        how |= {} if cache is None else {cache_argument(self.inner): cache}
-        out: Any = self.inner(input_ids=ids[None], use_cache=cache is not None, **how, **keep)
-        logits: Tensor = out.logits[0] if self._keeps_rows else out.logits[0][rows]
-        return logits[:, : self.config.vocab_size]
-
-    @torch.no_grad()
-    def _check(self) -> None:
-        """Raise ``ConfigError`` unless pages give what transformers' own attention gives."""
-        try:
-            apart = self._apart()
-        except Exception as error:
-            raise ConfigError(
-                f"{self.config.architecture} is not served: its modules fail over a cache "
-                f"({type(error).__name__}: {str(error)[:200]})"
-            ) from error
-        if self._is_far(apart) and self.config.recurrent_layers:
-            self._token_wise = True
-            apart = self._apart()
-        if self._is_far(apart):
-            raise ConfigError(
-                f"{self.config.architecture} is not served: over pages its logprobs differ from "
-                f"those of transformers' own attention by up to {float(apart.max()):.3g}"
-            )
-
-    def _is_far(self, apart: Tensor) -> bool:
-        exact = self.build.dtype in (torch.float32, torch.float64)
-        far = apart.max() > TOLERANCE if exact else apart.mean() > 0.1
-        return bool(far) or not bool(apart.isfinite().all())
-
-    def _apart(self) -> Tensor:
-        """By how much logprobs differ, over some steps of each of two sequences in turns and at
-        once: modules that keep something of a sequence themselves show."""
-        device, total = self.build.device, sum(CHECKED)
-        ids = torch.arange(3, 3 + 2 * total, device=device) % self.config.vocab_size
-        kv, inner = self._small_cache(2 * total), self.inner
-        both = ids.view(2, total)
-        ours: list[list[Tensor]] = [[], []]
-        start = 0
-        for count in CHECKED:
-            for number, one in enumerate(both):
-                ours[number].append(self(_chunk(one, start, count, number), kv))
-            start += count
-        by_interface = self.config.kept is None
-        if by_interface:
-            inner.set_attn_implementation(EAGER)  # type: ignore[operator]
-        self._step.positions = None  # as the modules count by themselves
-        try:
-            theirs = [inner(input_ids=one[None], use_cache=False).logits[0] for one in both]
-        finally:
-            if by_interface:
-                inner.set_attn_implementation(NAME)  # type: ignore[operator]
-        wanted = torch.cat(theirs)[:, : self.config.vocab_size].float().log_softmax(-1)
-        found = torch.cat([part for parts in ours for part in parts]).float().log_softmax(-1)
-        return (found - wanted).abs()
-
-    def _small_cache(self, tokens: int) -> list[LayerKV]:
-        """Pages of one position, and two slots of states."""
-        config, build = self.config, self.build
-        _, heads, dim = config.cached_heads(1)
-        pages = torch.zeros(tokens, heads, 1, dim, dtype=build.dtype, device=build.device)
-        kv = [LayerKV(pages.clone(), pages.clone()) for _ in range(config.num_layers)]
-        for layer in config.recurrent_layers:
-            assert config.recurrence is not None
-            inputs, state = config.recurrence.state_shapes(1)
-            kv[layer] = LayerKV(
-                torch.zeros(2, *inputs, dtype=build.dtype, device=build.device),
-                torch.zeros(2, *state, device=build.device),
-            )
-        return kv
+        self.step.positions = positions
+        how = position_arguments(self.inner, positions)
+        if cache is not None:
+            how |= {cache_argument(self.inner): cache.inner}
+            how |= {} if cache.mask is None else {"attention_mask": cache.mask}
+        out: Any = self.inner(input_ids=ids, use_cache=cache is not None, **how, **keep)
+        logits: Tensor = out.logits if self._keeps_rows else out.logits[:, rows]
+        return logits[..., : self.config.vocab_size]
 
 
 class _Pages:
@@ -247,22 +194,6 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return nn.functional.pad(x, (0, missing)) if missing else x
 
 
-def _chunk(ids: Tensor, start: int, count: int, number: int) -> ForwardBatch:
-    """``count`` tokens of sequence ``number`` from ``start``, in pages of one position."""
-    places = torch.arange(start, start + count, device=ids.device)
-    pages = torch.arange(len(ids), dtype=torch.int32, device=ids.device) + number * len(ids)
-    return ForwardBatch(
-        ids[start : start + count],
-        places,
-        places + number * len(ids),
-        torch.tensor([0, count], dtype=torch.int32, device=ids.device),
-        torch.tensor([start + count], dtype=torch.int32, device=ids.device),
-        pages[None],
-        torch.arange(count, device=ids.device),
-        state_slots=torch.tensor([number], dtype=torch.int32, device=ids.device),
-    )
-
-
 def _own_buffers(model: nn.Module, dtype: torch.dtype) -> None:
     """Buffers that files have become parameters: an update has to bring them, too."""
     for module in model.modules():
@@ -279,7 +210,8 @@ def _table(model: nn.Module) -> WeightTable:
     """Where each tensor of a file goes, by transformers' own way from memory to files.
 
     It is shown tensors without memory: what it gives a name is a view of a parameter, whose box it
-    is. Raises ``ConfigError`` where a file's tensor is made in another way.
+    is, or joins some of them, and is then another spelling of these. Raises ``ConfigError`` where a
+    file's tensor is made in another way.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -299,9 +231,19 @@ def _table(model: nn.Module) -> WeightTable:
     slots: dict[str, tuple[WeightSlot, ...]] = {}
     aliases: dict[str, str] = {}
     taken: dict[tuple[str, Box], str] = {}
+    joined: list[WeightSlot] = []
     # Owners before tied names; files have the owners alone.
     for name in sorted(files, key=lambda each: (id(files[each]) in tied, each not in params)):
         tensor = files[name]
+        if parts := [(box, places.get(storage_id(one))) for box, one in copies.joined(tensor)]:
+            for box, own in parts:
+                if own is None or params[own].shape != box.shape:
+                    raise ConfigError(f"{name}: joins other tensors than whole parameters")
+                whole = Box.full(box.shape)
+                slots[own] = (WeightSlot(own, box.shape, whole, own, whole),)
+                taken[own, whole] = own
+                joined.append(WeightSlot(own, box.shape, whole, name, box))
+            continue
         view = copies.origin(tensor)
         param = None if view is None else places.get(storage_id(view))
         put = None
@@ -316,7 +258,11 @@ def _table(model: nn.Module) -> WeightTable:
         shape = tuple(tensor.shape)
         slots[name] = (WeightSlot(name, shape, Box.full(shape), param, put),)
     for name, own in held.items():
-        if name not in files and (owner := taken.get((own, Box.full(params[own].shape)))):
+        if (
+            name not in files
+            and name not in slots
+            and (owner := taken.get((own, Box.full(params[own].shape))))
+        ):
             aliases |= {name: owner} if name != own else {}
     left = [name for name in model.state_dict() if name not in held]
     return WeightTable(
@@ -326,18 +272,19 @@ def _table(model: nn.Module) -> WeightTable:
         ignored=(*IGNORED, *(tuple(name.split(".")) for name in left)),
         spellings=Spellings.of(
             {name: found[0].shape for name, found in slots.items()},
-            [slot for found in slots.values() for slot in found],
+            [*joined, *(slot for found in slots.values() for slot in found)],
         ),
     )
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers of which tensor a copy is one."""
+    """Remembers of which tensor a copy is one, and which tensors are joined in one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # Storage -> (the copy, of what); storages are told apart while they live.
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._joined: dict[int, tuple[Tensor, int, list[Tensor]]] = {}
 
     def origin(self, tensor: Tensor) -> Tensor | None:
         """The view of what was there before that ``tensor``, a view of a copy, is one of."""
@@ -349,10 +296,26 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = source[box.slices]
         return tensor
 
+    def joined(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The tensors that ``tensor`` is a whole concatenation of, and their boxes of it."""
+        out, dim, pieces = self._joined.get(storage_id(tensor), (tensor, 0, []))
+        if tensor.shape != out.shape or not tensor.is_contiguous():
+            return
+        at = 0
+        for piece in pieces:
+            ends = at, (at := at + piece.shape[dim])
+            starts, stops = ([0] * out.dim(), list(out.shape))
+            starts[dim], stops[dim] = ends
+            view = self.origin(piece)
+            yield Box(tuple(starts), tuple(stops)), piece if view is None else view
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func._schema.name == "aten::cat" and len(args[0]) > 1:
+            dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+            self._joined[storage_id(out)] = (out, dim % out.dim(), list(args[0]))
         if func._schema.name in ("aten::clone", "aten::_to_copy"):
             self._copies[storage_id(out)] = (out, args[0])
         return out

@@ -219,17 +219,27 @@ def construct(
 
 
 def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
-    """What tells ``model`` the positions [1, T] of its tokens; where it takes none, its modules
-    that embed them are told (``bind``).
+    """What tells ``model`` the positions [sequences, T] of its tokens; where it takes none, its
+    modules that embed them are told (``bind``).
     """
-    takes = "position_ids" in inspect.signature(model.forward).parameters
+    takes = _takes(model, "position_ids")
+    if not takes and any(
+        each.kind is inspect.Parameter.VAR_KEYWORD
+        for each in inspect.signature(model.forward).parameters.values()
+    ):  # handed on to a decoder within
+        whole: Any = model
+        inner = whole.get_decoder() if hasattr(model, "get_decoder") else model
+        takes = _takes(inner, "position_ids")
     return {"position_ids": positions + first_position(model)} if takes else {}
+
+
+def _takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(module.forward).parameters
 
 
 def cache_argument(model: nn.Module) -> str:
     """What ``model`` calls the cache that it is given."""
-    arguments = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in arguments else "past_key_values"
+    return "cache_params" if _takes(model, "cache_params") else "past_key_values"
 
 
 def first_position(model: nn.Module) -> int:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 import transformers_sweep
+from rank_threads import Session
 from tiny_models import randomize
 from transformers import ArceeConfig, ArceeForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.config import ModelConfig
+from rollout.models.transformers_lm import TransformersCausalLM
+from rollout.models.transformers_passes import Together, passes
 from rollout.server.preflight import check
 
 SIZES: dict[str, Any] = {
@@ -119,6 +123,55 @@ def test_modules_that_attend_by_themselves_are_given_their_pages_and_states(
                     raw = torch.tensor(output.outputs[0].logprobs.raw)
                     assert torch.allclose(raw, theirs, atol=1e-4)
         assert engine.check_weights(models[1]).equal
+
+
+def test_sequences_that_decode_run_in_one_pass_whatever_their_lengths(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kind = transformers.BloomForCausalLM
+    theirs = kind(kind.config_class(**SIZES)).eval()
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    model = transformers_sweep.load(ModelConfig.from_directory(tmp_path), tmp_path)
+    assert isinstance(model, TransformersCausalLM)
+    passed: list[tuple[int, ...]] = []
+    model.inner.register_forward_pre_hook(
+        lambda module, args, kwargs: passed.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    sequences = [list(range(3, 16)), [7, 8, 9, 10, 11], list(range(40, 53))]
+    session = Session(model, sequences)
+    found = [session.advance(counts) for counts in ([9, 3, 9], [2, 0, 2], [1, 1, 1], [1, 1, 1])]
+    assert passed == [(2, 9), (1, 3), (2, 2), (3, 1), (3, 1)]
+    for ids, parts in zip(sequences, zip(*found, strict=True), strict=True):
+        with torch.no_grad():
+            wanted = theirs(torch.tensor([ids])).logits[0].log_softmax(-1)
+        assert torch.allclose(torch.cat(parts).log_softmax(-1), wanted, atol=1e-4)
+
+
+def test_a_pass_is_not_mostly_padding_and_has_room() -> None:
+    contexts = [1000, 900, 10, 300, 700]
+
+    def groups(counts: list[int], **how: Any) -> list[tuple[int, ...]]:
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        tokens = int(starts[-1])
+        step: Any = SimpleNamespace(
+            query_starts=starts, context_lens=torch.tensor(contexts), input_ids=torch.arange(tokens)
+        )
+        how = {"together": Together.PADDED, "paged": True, "token_wise": False, **how}
+        found = list(passes(step, **how))
+        assert sorted(torch.cat([one.tokens.flatten() for one in found]).tolist()) == [
+            *range(tokens)
+        ]
+        return [one.sequences for one in found]
+
+    assert groups([1] * 5) == [(0, 1, 4), (3, 2)]
+    assert groups([1] * 5, paged=False) == [(4, 3, 2, 1, 0)]
+    assert groups([1] * 5, together=Together.ONE) == [(0,), (1,), (2,), (3,), (4,)]
+    assert groups([1, 1, 10, 1, 700]) == [(0, 1), (3,), (2,), (4,)]
+    contexts = [700] * 5
+    assert groups([700] * 5) == [(4, 3), (2, 1), (0,)]
+    assert groups([1] * 5, together=Together.EQUAL) == [(4, 3, 2, 1, 0)]
+    assert groups([2] * 5, token_wise=True) == [(4, 3, 2, 1, 0)] * 2
 
 
 @pytest.mark.parametrize(("model_type", "head_dim"), [("bailing_hybrid", 16), ("longcat_flash", 8)])
