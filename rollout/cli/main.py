@@ -226,8 +226,11 @@ def check(args: argparse.Namespace) -> int:
         raise ConfigError("--all goes with --against DIR: it names tensors that differ")
     from rollout.server.preflight import check as preflight
 
-    for line in preflight(engine_config(args, model=model_of(args))).lines():
-        print(line)
+    found = preflight(
+        engine_config(args, model=model_of(args)),
+        lambda known: print("\n".join(known.lines()), flush=True),
+    )
+    print("\n".join(found.machine_lines()))
     return 0
 
 

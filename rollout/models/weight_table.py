@@ -200,24 +200,30 @@ def check_tables(tables: Sequence[WeightTable]) -> None:
 
 def tiling_fault(boxes: Iterable[Box], shape: Shape) -> str | None:
     """None when the non-empty ``boxes`` tile ``shape`` exactly, else what is wrong."""
-    solid = [box for box in boxes if box.numel]
+    solid, count = [], 0
+    for box in boxes:
+        if size := box.numel:
+            solid.append(box)
+            count += size
     for box in solid:
         if not box.fits(shape):
             return f"box {box.starts}..{box.stops} lies outside shape {shape}"
-    if overlap := first_overlap(solid):
+    if overlap := _overlap(solid):
         a, b = overlap
         return f"boxes {a.starts}..{a.stops} and {b.starts}..{b.stops} overlap"
-    count, total = sum(b.numel for b in solid), Box.full(shape).numel
+    total = prod(shape)
     return None if count == total else f"{total - count} of {total} elements are not covered"
 
 
 def first_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two of the non-empty ``boxes`` that share an element, or None.
+    """Two of the non-empty ``boxes`` that share an element, or None."""
+    return _overlap([box for box in boxes if box.numel])
 
-    Sweeps along the dimension with the most distinct starts: only boxes whose range is still open
-    are compared, so that thousands of disjoint slices cost little.
+
+def _overlap(solid: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Sweeps along the dimension with the most distinct starts: only boxes whose range is still
+    open are compared, so that thousands of disjoint slices cost little.
     """
-    solid = [box for box in boxes if box.numel]
     if len(solid) < 2:
         return None
     rank = len(solid[0].starts)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from math import prod
 
 import torch
@@ -27,9 +27,9 @@ from rollout.wire.frames import DTYPES, dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preflight:
-    """What ``check`` found; sizes are bytes of one rank (the largest), ``rank_bytes`` of each.
-    ``held``: how linears are."""
+class Examined:
+    """What a model is on any machine; sizes are bytes of one rank (the largest), ``rank_bytes`` of
+    each. ``held``: how linears are."""
 
     architecture: str
     served: str
@@ -38,10 +38,7 @@ class Preflight:
     num_tensors: int
     num_elements: int
     kv_bytes_per_token: int
-    size: KVSize
-    free_bytes: int
-    memory: MemoryPlan
-    kernels: str
+    files: str
     held: str
     rank_bytes: tuple[int, ...]
 
@@ -53,7 +50,24 @@ class Preflight:
             f"ranks          {self.ranks}, {self.dtype}; every rank's weight table is whole",
             f"weights        {self.held}; "
             + ", ".join(f"rank {n}: {mib(size)}" for n, size in enumerate(self.rank_bytes)),
-            f"checkpoint     {self.num_tensors} tensors, names and shapes as the tables want them",
+            f"checkpoint     {self.num_tensors} tensors, {self.files}",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight(Examined):
+    """What ``check`` found on this machine."""
+
+    size: KVSize
+    free_bytes: int
+    memory: MemoryPlan
+    kernels: str
+
+    def lines(self) -> list[str]:
+        return [*Examined.lines(self), *self.machine_lines()]
+
+    def machine_lines(self) -> list[str]:
+        return [
             f"memory         {self.memory}, {self.kv_bytes_per_token} bytes a token; "
             f"{mib(self.free_bytes)} free on this machine",
             f"sequences      up to {self.size.max_model_len} tokens; {self.size.num_blocks} KV "
@@ -62,11 +76,12 @@ class Preflight:
         ]
 
 
-def check(config: EngineConfig) -> Preflight:
+def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: None) -> Preflight:
     """Judge ``config`` on this machine; reads headers of the weight files only.
 
-    Raises the error that starting the engine would raise, or ``WeightMismatch`` naming the
-    tensors that are missing, unknown or misshapen.
+    ``told`` is called with what is so on any machine, before this one's memory is asked. Raises the
+    error that starting the engine would raise, or ``WeightMismatch`` naming the tensors that are
+    missing, unknown or misshapen.
     """
     device, ranks = choose_device(config.device), config.tensor_parallel_size
     check_graphs(config, device)
@@ -75,15 +90,10 @@ def check(config: EngineConfig) -> Preflight:
     model = found.config
     dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     tables = _tables(config, found, dtype)
-    rank_bytes = tuple(_rank_bytes(table, dtype) for table in tables)
-    weight_bytes = max(rank_bytes)
-    moe = model.moe if model.hf_values is None else None
-    sparse = 0
-    if moe is not None and model.arch.lone:
-        sparse = sum(layer.feeds == "moe" for layer in model.layers[: model.num_layers])
-    elif moe is not None:
-        sparse = sum(map(moe.is_sparse, range(model.num_layers)))
-    kv = KVShape.of(model, ranks, config.block_size, dtype, sparse)
+    kv = KVShape.of(model, ranks, config.block_size, dtype, _sparse_layers(model))
+    examined = _examined(config, model, dtype, tables, kv)
+    told(examined)
+    weight_bytes = max(examined.rank_bytes)
     free = available_bytes(device)
     taken = weight_bytes * (ranks if device.type == "cpu" else 1)
     if taken > free:
@@ -104,17 +114,42 @@ def check(config: EngineConfig) -> Preflight:
     }
     size = size_kv(config, model.max_position_embeddings, [rank] * ranks)
     return Preflight(
+        **{field.name: getattr(examined, field.name) for field in fields(examined)},
+        size=size, free_bytes=free, memory=plan_memory(config, size, [rank]),
+        kernels=_kernels() if device.type == "cpu" else f"torch on {device}",
+    )  # fmt: skip
+
+
+def _examined(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    tables: Sequence[WeightTable],
+    kv: KVShape,
+) -> Examined:
+    dummy = config.load_format == "dummy"
+    return Examined(
         architecture=model.architecture,
         served=_served(model),
-        ranks=ranks, dtype=dtype_name(dtype), size=size,
+        ranks=config.tensor_parallel_size,
+        dtype=dtype_name(dtype),
         num_tensors=len(tables[0].slots),
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
-        kv_bytes_per_token=kv.block_bytes // config.block_size, free_bytes=free,
-        memory=plan_memory(config, size, [rank]),
-        kernels=_kernels() if device.type == "cpu" else f"torch on {device}",
+        rank_bytes=tuple(_rank_bytes(table, dtype) for table in tables),
         held=_held(config.quantization, model.quantization, dtype_name(dtype)),
-        rank_bytes=rank_bytes,
-    )  # fmt: skip
+        kv_bytes_per_token=kv.block_bytes // config.block_size,
+        files="made up" if dummy else "names and shapes as the tables want them",
+    )
+
+
+def _sparse_layers(model: ModelConfig) -> int:
+    """How many layers have experts whose numbers are kept with the tokens."""
+    moe = model.moe if model.hf_values is None else None
+    if moe is None:
+        return 0
+    if model.arch.lone:
+        return sum(layer.feeds == "moe" for layer in model.layers[: model.num_layers])
+    return sum(map(moe.is_sparse, range(model.num_layers)))
 
 
 def _tables(config: EngineConfig, found: FoundModel, dtype: torch.dtype) -> Sequence[WeightTable]:

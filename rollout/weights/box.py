@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from operator import gt, lt, sub
 
 from torch import Tensor
 
@@ -21,8 +22,10 @@ class Box:
     stops: Shape
 
     def __post_init__(self) -> None:
-        if len(self.starts) != len(self.stops) or any(
-            a < 0 or b < a for a, b in zip(self.starts, self.stops, strict=True)
+        if (
+            len(self.starts) != len(self.stops)
+            or min(self.starts, default=0) < 0
+            or any(map(gt, self.starts, self.stops))
         ):
             raise ValueError(f"not a box: starts {self.starts}, stops {self.stops}")
 
@@ -32,11 +35,11 @@ class Box:
 
     @property
     def shape(self) -> Shape:
-        return tuple(b - a for a, b in zip(self.starts, self.stops, strict=True))
+        return tuple(map(sub, self.stops, self.starts))
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        return prod(map(sub, self.stops, self.starts))
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -46,7 +49,7 @@ class Box:
         """The common box, or None when it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
-        return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
+        return Box(starts, stops) if all(map(lt, starts, stops)) else None
 
     def shifted(self, by: Shape) -> Box:
         return Box(
@@ -55,7 +58,7 @@ class Box:
         )
 
     def fits(self, shape: Shape) -> bool:
-        return len(shape) == len(self.stops) and all(map(int.__le__, self.stops, shape))
+        return len(shape) == len(self.stops) and not any(map(gt, self.stops, shape))
 
 
 def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
