@@ -1,9 +1,10 @@
 """Each kind of model, small, beside transformers: loading and greedy decoding, in turns.
 
-    python benchmarks/kinds.py [KIND ...] [--rounds 3] [--tokens 32] [--num-threads 1]
+    python benchmarks/kinds.py [KIND ...] [--rounds 3] [--tokens 32] [--batches 1 8]
 
-Makes a random bfloat16 checkpoint of each kind (8 to 16 M parameters), loads it in both, and lets
-them write by turns in one process: A B A B. Prints medians, and the ratios of the same round.
+Makes a random bfloat16 checkpoint of each kind (8 to 16 M parameters; with many experts, which have
+to be named, 100 to 200 M), loads it in both, and lets them write by turns in one process: A B A B.
+Prints medians, and the ratios of the same round.
 Where it says int8, weights are quantised here, and bfloat16 there; where it says by transformers,
 its own modules run here, too, over our pages and slots.
 """
@@ -72,8 +73,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8 here (Llama)": ("Llama", {"intermediate_size": 768}),
     "int8 here, experts (Qwen3-MoE)": ("Qwen3Moe", EXPERTS),
 }  # fmt: skip
+MANY = {"hidden_size": 512, "num_experts_per_tok": 8, "moe_intermediate_size": 256}
+LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "64 experts, 8 of a token (Qwen3-MoE)": ("Qwen3Moe", {**MANY, "num_experts": 64}),
+    "128 experts, 8 of a token (Qwen3-MoE)": (
+        "Qwen3Moe", {**MANY, "num_experts": 128, "moe_intermediate_size": 128},
+    ),
+    "64 experts, a shared one (GLM-4-MoE)": (
+        "Glm4Moe",
+        {**MANY, "n_routed_experts": 64, "n_group": 1, "topk_group": 1, "intermediate_size": 1024},
+    ),
+    "64 experts, latent attention (DeepSeek-V3)": (
+        "DeepseekV3", {**DEEPSEEK, **MANY, "n_routed_experts": 64},
+    ),
+    "16 experts, one of a token (Llama 4)": (
+        "Llama4Text->Llama4",
+        {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 16},
+    ),
+}  # fmt: skip
 PROMPT = 64  # tokens
-BATCHES = (1, 8)
 
 
 def main() -> None:
@@ -84,14 +102,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="written after each prompt")
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="sequences")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(args.num_threads)
-    heads = [f"batch {n}, tokens/s | ratio" for n in BATCHES]
+    heads = [f"batch {n}, tokens/s | ratio" for n in args.batches]
     print("| kind | parameters | load, s | ratio |", " | ".join(heads), "|")
-    print("|---|" + "---|" * (3 + 2 * len(BATCHES)))
-    for name, (stem, sizes) in KINDS.items():
+    print("|---|" + "---|" * (3 + 2 * len(args.batches)))
+    asked = KINDS | LARGE if args.kinds else KINDS
+    for name, (stem, sizes) in asked.items():
         if not args.kinds or any(each in name for each in args.kinds):
             args.quantization = "int8" if "int8" in name else "none"
             print(f"| {name} | {compare(stem, sizes, args)} |", flush=True)
@@ -100,7 +120,8 @@ def main() -> None:
 def compare(stem: str, sizes: dict[str, Any], args: argparse.Namespace) -> str:
     """A row: ours against transformers', and the median of the rounds' ratios."""
     with tempfile.TemporaryDirectory() as where:
-        config = getattr(transformers, f"{stem}Config")(**{**BASE, **sizes})
+        config_stem, _, stem = stem.rpartition("->")
+        config = getattr(transformers, f"{config_stem or stem}Config")(**{**BASE, **sizes})
         torch.manual_seed(0)
         made = getattr(transformers, f"{stem}ForCausalLM")(config).to(torch.bfloat16)
         count = sum(p.numel() for p in made.parameters())
@@ -115,7 +136,7 @@ def compare(stem: str, sizes: dict[str, Any], args: argparse.Namespace) -> str:
         cells = [f"{count / 1e6:.0f} M", cell(loads, 2, lambda a, b: b / a)]
         model = theirs(where)
         with ours(where, args) as engine:
-            for batch in BATCHES:
+            for batch in args.batches:
                 rounds = []
                 for turn in range(args.rounds + 1):  # the first is for warming up
                     prompts = torch.randint(0, 8192, (batch, PROMPT)).tolist()
@@ -135,7 +156,7 @@ def cell(rounds: list[tuple[float, float]], digits: int, ratio: Callable[..., fl
 
 def ours(where: str, args: argparse.Namespace) -> Rollout:
     return Rollout(
-        where, device="cpu", num_threads=args.num_threads, num_kv_blocks=256, max_model_len=512,
+        where, device="cpu", num_threads=args.num_threads, num_kv_blocks=512, max_model_len=512,
         enable_prefix_caching=False, check_finite=False, quantization=args.quantization,
     )  # fmt: skip
 
