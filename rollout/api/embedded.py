@@ -17,7 +17,6 @@ from rollout.api.output_collector import RequestOutputCollector
 from rollout.api.prompts import PromptPreparer
 from rollout.api.send_live import send_live
 from rollout.config import EngineConfig
-from rollout.engine.ask import Asked
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.facts import layer_settings
@@ -341,8 +340,9 @@ class EmbeddedBackend:
         return self.adapters.unload(name, self.link)
 
     def _forget(self, name: str) -> bool:
-        removed = self.core.at_step_boundary(lambda: self.core.adapters.remove(name))
-        return Asked(removed, "an adapter's step", self.config.timeout).result() is not None
+        core, limit = self.core, self.config.timeout
+        removed = core.loop.ask("an adapter's step", lambda: core.adapters.remove(name), limit)
+        return removed.result() is not None
 
     def rollback(self, timeout: float) -> UpdateReceipt:
         return roll_back(self.coordinator, timeout)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rollout.config import check_timeout
-from rollout.engine.ask import Asked
+from rollout.engine.deadline_future import DeadlineFuture
 from rollout.engine.executors import gather_replies
 from rollout.engine.loop import StepLoop
 from rollout.engine.output import OutputProcessor
@@ -44,12 +44,14 @@ class Control:
         self._loop, self._scheduler, self._outputs = loop, scheduler, outputs
         self._pins, self._call, self._timeout = pins, call, default_timeout
 
-    def abort(self, request_ids: Iterable[str], timeout: float | None = None) -> Asked[int]:
+    def abort(
+        self, request_ids: Iterable[str], timeout: float | None = None
+    ) -> DeadlineFuture[int]:
         """End requests with ``finish_reason`` "abort" and what they have; how many there were."""
         ids = list(request_ids)
         return self._ask("abort", lambda: self._outputs.abort(ids), timeout)
 
-    def pause(self, mode: str = "keep", timeout: float | None = None) -> Asked[None]:
+    def pause(self, mode: str = "keep", timeout: float | None = None) -> DeadlineFuture[None]:
         """Stop generating until ``resume``.
 
         "keep" freezes what runs, "recompute" also takes its KV, which is computed again after
@@ -73,13 +75,13 @@ class Control:
 
         return self._ask("pause", freeze, timeout)
 
-    def resume(self, timeout: float | None = None) -> Asked[None]:
+    def resume(self, timeout: float | None = None) -> DeadlineFuture[None]:
         return self._ask("resume", lambda: self._loop.pause_state.open("pause"), timeout)
 
-    def reset_prefix_cache(self) -> Asked[None]:
+    def reset_prefix_cache(self) -> DeadlineFuture[None]:
         return self._ask("reset_prefix_cache", self._scheduler.blocks.reset_prefix_cache, None)
 
-    def finish_before_sleep(self, timeout: float) -> Asked[None]:
+    def finish_before_sleep(self, timeout: float) -> DeadlineFuture[None]:
         """Mode "wait" of a sleep, in front of it: let what has begun finish, and admit nothing
         until ``wake_up`` or ``stay_awake``; ``DeadlineExceeded`` when it does not.
         """
@@ -93,7 +95,7 @@ class Control:
 
     def sleep(
         self, level: int = 1, mode: str = "keep", timeout: float | None = None
-    ) -> Asked[None]:
+    ) -> DeadlineFuture[None]:
         """Free device memory: 1 keeps the weights in host memory, 2 drops them.
 
         What runs is frozen and computed again after ``wake_up`` or, with the mode "abort", ends;
@@ -124,7 +126,7 @@ class Control:
 
     def wake_up(
         self, tags: Sequence[str] | None = None, timeout: float | None = None
-    ) -> Asked[None]:
+    ) -> DeadlineFuture[None]:
         """Bring back "weights", "kv_cache" or both (None); serves again once both are there.
 
         After ``sleep(2)`` the engine stays broken until a full update commits.
@@ -175,7 +177,7 @@ class Control:
     def broken_text(self) -> str:
         return f"the engine cannot generate until a full update commits: {self.broken}"
 
-    def _ask(self, what: str, fn: Callable[[], T], timeout: float | None) -> Asked[T]:
+    def _ask(self, what: str, fn: Callable[[], T], timeout: float | None) -> DeadlineFuture[T]:
         return self._loop.ask(what, fn, self._limit(timeout))
 
     def _limit(self, timeout: float | None) -> float:

@@ -22,7 +22,6 @@ from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import ASLEEP, Control
 from rollout.engine.executors import Executor, gather_replies, make_executor
 from rollout.engine.facts import engine_facts
-from rollout.engine.found_model import FoundModel
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.input_processor import InputProcessor
@@ -33,6 +32,7 @@ from rollout.engine.loop import StepLoop
 from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins, PinTerms
 from rollout.engine.request_state import Call, Sink
+from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.serving_lease import ServingLease
 from rollout.engine.state_slots import StateSlots
@@ -114,7 +114,7 @@ class EngineCore:
             check_graphs(config, choose_device(config.device))
         if config.journal is not None:
             self.journal = Journal(Path(config.journal).expanduser(), config.journal_bytes)
-        found = FoundModel.of(config)
+        found = ResolvedModel.of(config)
         self.config = config = found.settled(config)
         self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)

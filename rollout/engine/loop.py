@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from rollout.distributed.native_thread import NativeThread
 from rollout.engine.adapter_places import AdapterPlaces
-from rollout.engine.ask import Asked
 from rollout.engine.batch import encode_batch
 from rollout.engine.batch_encoder import BatchEncoder
+from rollout.engine.deadline_future import DeadlineFuture
 from rollout.engine.executors import Executor, settled
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.output import OutputProcessor
@@ -145,17 +145,17 @@ class StepLoop:
         future.set_exception(EngineClosed("the engine was shut down"))
         return future
 
-    def ask(self, what: str, fn: Callable[[], T], timeout: float) -> Asked[T]:
+    def ask(self, what: str, fn: Callable[[], T], timeout: float) -> DeadlineFuture[T]:
         """Run ``fn`` between two steps; ``what`` names it at its deadline."""
         if self.is_current_thread:
             future: Future[T] = Future()
             future.set_result(fn())
-            return Asked(future, what, timeout)
+            return DeadlineFuture(future, what, timeout)
         if self.dead is not None:
             raise WorkerDied(str(self.dead))
-        return Asked(self.at_boundary(fn), what, timeout)
+        return DeadlineFuture(self.at_boundary(fn), what, timeout)
 
-    def ask_drained(self, gate: str, timeout: float) -> Asked[None]:
+    def ask_drained(self, gate: str, timeout: float) -> DeadlineFuture[None]:
         """Shut ``gate`` once everything that has begun is finished; until then admit nothing.
 
         If the wait ends in any other way, the gate stays as it was.
@@ -177,7 +177,7 @@ class StepLoop:
         if self.dead is not None:
             raise WorkerDied(str(self.dead))
         self.at_boundary(shut).add_done_callback(refused)
-        return Asked(drained, f"{gate}: running requests", timeout, give_up)
+        return DeadlineFuture(drained, f"{gate}: running requests", timeout, give_up)
 
     def _wake(self) -> None:
         self._inbox.put((lambda: None, Future()))

@@ -10,9 +10,9 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel, choose_device
-from rollout.engine.found_model import FoundModel
 from rollout.engine.kv_cache import KVShape, KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.memory import available_bytes
+from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.state_cache import StateShape
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch, some
@@ -85,7 +85,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     """
     device, ranks = choose_device(config.device), config.tensor_parallel_size
     check_graphs(config, device)
-    found = FoundModel.of(config)
+    found = ResolvedModel.of(config)
     config = found.settled(config)
     model = found.config
     dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
@@ -152,7 +152,9 @@ def _sparse_layers(model: ModelConfig) -> int:
     return sum(map(moe.is_sparse, range(model.num_layers)))
 
 
-def _tables(config: EngineConfig, found: FoundModel, dtype: torch.dtype) -> Sequence[WeightTable]:
+def _tables(
+    config: EngineConfig, found: ResolvedModel, dtype: torch.dtype
+) -> Sequence[WeightTable]:
     """Every rank's, whole together and as the files have their tensors."""
     model = found.config
     model.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
@@ -174,7 +176,7 @@ def _tables(config: EngineConfig, found: FoundModel, dtype: torch.dtype) -> Sequ
     return tables
 
 
-def _adapter_bytes(config: EngineConfig, found: FoundModel, dtype: torch.dtype) -> int:
+def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> int:
     """Of all slots for adapters on the first rank, which are there from the start."""
     if not config.max_adapters:
         return 0
@@ -225,12 +227,12 @@ def _kernels() -> str:
     return f"{status}; {cpu.LEVELS[cpu.level()]} in linear layers"
 
 
-def _headers(config: EngineConfig, found: FoundModel) -> tuple[TensorMeta, ...]:
+def _headers(config: EngineConfig, found: ResolvedModel) -> tuple[TensorMeta, ...]:
     with open_location(found.location, config.load_format) as checkpoint:
         return checkpoint.metadata()
 
 
-def _check_files(config: EngineConfig, found: FoundModel, table: WeightTable) -> None:
+def _check_files(config: EngineConfig, found: ResolvedModel, table: WeightTable) -> None:
     """The files' tensors against the table: all mistakes in one error."""
     with open_location(found.location, config.load_format) as checkpoint:
         held = {

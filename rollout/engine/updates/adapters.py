@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from rollout.engine.ask import Asked
 from rollout.engine.core import EngineCore
+from rollout.engine.deadline_future import DeadlineFuture
 from rollout.errors import ConfigError, EngineOverloaded, VersionConflict
 from rollout.weight_sync.protocol.adapters import adapter_digest
 from rollout.weight_sync.protocol.messages import AdapterReceipt, UpdateRequest
@@ -121,7 +121,7 @@ class AdapterUpdates:
             taken = self._engine.at_step_boundary(lambda: self._take(names, after))
             give_back = partial(taken.add_done_callback, self._nobody_waits)
             left = max(_LOOK, until - time.monotonic())
-            slots = Asked(taken, what, left, give_back).result()
+            slots = DeadlineFuture(taken, what, left, give_back).result()
             if slots is not None:
                 return slots
             check()

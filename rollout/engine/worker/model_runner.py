@@ -15,10 +15,10 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.batch import decode_batch, with_drawn
-from rollout.engine.found_model import FoundModel
 from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device
+from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
@@ -58,7 +58,7 @@ class ModelRunner:
     def __init__(
         self,
         config: EngineConfig,
-        found: FoundModel,
+        found: ResolvedModel,
         tp: TensorParallel,
         device: torch.device,
     ) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
 from rollout.distributed import Rendezvous, TensorParallel, choose_device, join_group
-from rollout.engine.found_model import FoundModel
+from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.worker.model_runner import ModelRunner
 from rollout.engine.worker.profile import RankProfile, read_speed
 from rollout.engine.worker.rank_updates import RankUpdates
@@ -160,7 +160,7 @@ class Worker:
             config = self.config
             if self.device.type == "cuda" and self.tp.size > 1:
                 torch.cuda.set_device(self.device)  # this process is the rank's own
-            found = FoundModel.of(config)
+            found = ResolvedModel.of(config)
             found.config.check_tensor_parallel(self.tp.size, config.expert_parallel)
             if args.get("rendezvous") is not None:
                 self._join(args["rendezvous"])

@@ -12,7 +12,7 @@ from rollout.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from rollout.engine.control import PAUSE_MODES
 from rollout.errors import InvalidRequest
 from rollout.server.auth import Access
-from rollout.server.http.asked import Asked
+from rollout.server.http.control_params import ControlParams
 from rollout.server.http.guard import Engine, Routes, WeightVerbs
 from rollout.server.sglang_verbs import server_info as sglang_info
 from rollout.server.verbs import (
@@ -40,7 +40,7 @@ class AbortBody(BaseModel):
     request_ids: list[str] | None = None
 
 
-class PauseAsked(BaseModel):
+class PauseParams(BaseModel):
     """vLLM's default: running requests end with what they have. ``wait_for_inflight_requests`` is
     its older name of the mode "wait".
     """
@@ -58,7 +58,7 @@ class PauseAsked(BaseModel):
         return mode
 
 
-class SleepAsked(BaseModel):
+class SleepParams(BaseModel):
     """``mode``: "keep" freezes running requests, "wait" lets them finish, "abort" ends them."""
 
     level: int = 1
@@ -66,12 +66,12 @@ class SleepAsked(BaseModel):
     timeout: Timeout = DEFAULT_TIMEOUT
 
 
-class WakeAsked(BaseModel):
+class WakeParams(BaseModel):
     tags: list[str] | None = None
     timeout: Timeout = DEFAULT_TIMEOUT
 
 
-class ResetAsked(BaseModel):
+class ResetParams(BaseModel):
     """``reset_running_requests``: running requests compute their KV again. ``reset_external``: of
     caches beside the engine, of which there are none.
     """
@@ -85,9 +85,9 @@ routes = Routes()
 
 @routes.on("POST", "/reset_prefix_cache", Access.CONTROL)
 async def reset_prefix_cache(
-    rollout: Engine, asked: Annotated[ResetAsked, Depends(Asked(ResetAsked))]
+    rollout: Engine, params: Annotated[ResetParams, Depends(ControlParams(ResetParams))]
 ) -> dict[str, Any]:
-    if asked.reset_running_requests:
+    if params.reset_running_requests:
         paused = (await rollout.metrics()).state == "paused"
         await rollout.pause_generation("recompute")
         if not paused:
@@ -104,10 +104,10 @@ async def abort_requests(rollout: Engine, body: AbortBody | None = None) -> dict
 
 @routes.on("POST", "/pause", Access.CONTROL)
 async def pause(
-    rollout: Engine, asked: Annotated[PauseAsked, Depends(Asked(PauseAsked))]
+    rollout: Engine, params: Annotated[PauseParams, Depends(ControlParams(PauseParams))]
 ) -> dict[str, Any]:
-    await rollout.pause_generation(asked.pause_mode(), asked.timeout)
-    if asked.clear_cache:
+    await rollout.pause_generation(params.pause_mode(), params.timeout)
+    if params.clear_cache:
         await rollout.reset_prefix_cache()
     return {"status": "paused"}
 
@@ -125,18 +125,18 @@ async def is_paused(rollout: Engine) -> dict[str, Any]:
 
 @routes.on("POST", "/sleep", Access.CONTROL)
 async def sleep(
-    rollout: Engine, asked: Annotated[SleepAsked, Depends(Asked(SleepAsked))]
+    rollout: Engine, params: Annotated[SleepParams, Depends(ControlParams(SleepParams))]
 ) -> dict[str, Any]:
-    _check(asked.level in (1, 2), f"level must be 1 or 2, got {asked.level}")
-    await rollout.sleep(asked.level, asked.mode, asked.timeout)
-    return {"status": "asleep", "level": asked.level}
+    _check(params.level in (1, 2), f"level must be 1 or 2, got {params.level}")
+    await rollout.sleep(params.level, params.mode, params.timeout)
+    return {"status": "asleep", "level": params.level}
 
 
 @routes.on("POST", "/wake_up", Access.CONTROL)
 async def wake_up(
-    rollout: Engine, asked: Annotated[WakeAsked, Depends(Asked(WakeAsked))]
+    rollout: Engine, params: Annotated[WakeParams, Depends(ControlParams(WakeParams))]
 ) -> dict[str, Any]:
-    await rollout.wake_up(asked.tags, asked.timeout)
+    await rollout.wake_up(params.tags, params.timeout)
     return {"status": "awake"}
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout.api import AsyncRollout
 from rollout.errors import ConfigError, EngineClosed
 from rollout.server.auth import ROUTES, Access, Tokens, access_of
-from rollout.server.http.asked import StrictRoute
+from rollout.server.http.control_params import StrictRoute
 from rollout.server.http.errors import ErrorShape, error_body, shaped
 from rollout.server.verbs import Verbs
 

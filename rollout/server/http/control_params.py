@@ -19,8 +19,8 @@ from rollout.wire.spellings import near
 _GATEWAYS = frozenset(("api-version",))  # what is added on the way, and asks for nothing
 
 
-class Asked:
-    """A dependency that reads ``kind`` from a request: ``Depends(Asked(PauseBody))``.
+class ControlParams:
+    """A dependency that reads ``kind`` from a request: ``Depends(ControlParams(PauseParams))``.
 
     Each field may come in the query (a list: repeated) or in the body, a JSON object whatever its
     content type says, and in no more than one of them. ``InvalidRequest`` names a field that is
@@ -66,7 +66,7 @@ class StrictRoute(APIRoute):
         if all(access_of(method, self.path) is not Access.CONTROL for method in self.methods or ()):
             return handler
         known, takes_body = _names_of(self.dependant), bool(self.body_field)
-        takes_body |= any(isinstance(d.call, Asked) for d in self.dependant.dependencies)
+        takes_body |= any(isinstance(d.call, ControlParams) for d in self.dependant.dependencies)
 
         async def checked(request: Request) -> Response:
             check_names(request.query_params.keys() - _GATEWAYS, known, request.url.path)
@@ -93,7 +93,7 @@ def check_names(given: Collection[str], known: Collection[str], path: str) -> No
 def _names_of(dependant: Any) -> frozenset[str]:
     """What a route and what it depends on read from the query."""
     found = {param.alias for param in dependant.query_params}
-    if isinstance(dependant.call, Asked):
+    if isinstance(dependant.call, ControlParams):
         found |= dependant.call.names
     return frozenset(found.union(*map(_names_of, dependant.dependencies)))
 

@@ -16,7 +16,7 @@ from rollout.models.remote_code import RemoteCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundModel:
+class ResolvedModel:
     """``directory`` has all but, of a URL, the weights; those are at ``location``."""
 
     directory: Path

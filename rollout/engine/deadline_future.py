@@ -13,9 +13,9 @@ from rollout.errors import DeadlineExceeded
 T = TypeVar("T")
 
 
-class Asked(Generic[T]):
-    """What was asked of the engine's thread: ``result()`` waits for it in a thread, ``await`` in a
-    task, which takes none.
+class DeadlineFuture(Generic[T]):
+    """A future of the engine's thread, waited for until a deadline: ``result()`` in a thread, or
+    ``await`` in a task, which takes none.
 
     The deadline is ``timeout`` seconds from now; ``DeadlineExceeded`` names ``what``. Whatever
     ends the waiting but a result calls ``undo``, also when the waiting task is cancelled. What has

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from rollout.engine.ask import Asked
+from rollout.engine.deadline_future import DeadlineFuture
 from rollout.errors import DeadlineExceeded
 
 
@@ -19,7 +19,7 @@ def begun() -> Future[str]:
     return future
 
 
-async def both_ways(asked: Asked[str], how: str) -> str:
+async def both_ways(asked: DeadlineFuture[str], how: str) -> str:
     return await asked if how == "task" else asked.result()
 
 
@@ -27,7 +27,7 @@ async def both_ways(asked: Asked[str], how: str) -> str:
 async def test_what_ends_just_after_the_deadline_is_told_as_it_went(how) -> None:
     """A pause at its exact deadline was told as failed, and held."""
     future, undone = begun(), threading.Event()
-    asked = Asked(future, "pause", 0.2, undone.set)
+    asked = DeadlineFuture(future, "pause", 0.2, undone.set)
     threading.Timer(0.3, future.set_result, ("done",)).start()
     assert await both_ways(asked, how) == "done"
     assert not undone.is_set()
@@ -38,7 +38,7 @@ async def test_what_has_not_begun_at_the_deadline_never_will(how) -> None:
     future: Future[str] = Future()
     undone = threading.Event()
     with pytest.raises(DeadlineExceeded, match=r"pause did not end within 0\.05 s"):
-        await both_ways(Asked(future, "pause", 0.05, undone.set), how)
+        await both_ways(DeadlineFuture(future, "pause", 0.05, undone.set), how)
     assert undone.is_set()
     assert future.cancelled()
 
@@ -47,6 +47,6 @@ async def test_what_has_not_begun_at_the_deadline_never_will(how) -> None:
 async def test_what_never_ends_is_not_waited_for_for_ever(how) -> None:
     started, undone = time.monotonic(), threading.Event()
     with pytest.raises(DeadlineExceeded):
-        await both_ways(Asked(begun(), "sleep", 0.1, undone.set), how)
+        await both_ways(DeadlineFuture(begun(), "sleep", 0.1, undone.set), how)
     assert undone.is_set()
     assert time.monotonic() - started < 20
