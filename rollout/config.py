@@ -312,21 +312,7 @@ class EngineConfig:
             raise ConfigError(
                 f"async_scheduling must be True, False or None, got {self.async_scheduling!r:.80}"
             )
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(f.default, bool) and not isinstance(value, bool):
-                raise ConfigError(f"{f.name} must be True or False, got {value!r:.80}")
-            choices, least = f.metadata.get("choices"), f.metadata.get("least")
-            if choices and value not in choices:
-                raise ConfigError(
-                    f"{f.name} must be one of {', '.join(choices)}, got {value!r:.80}"
-                    + (_WHICH_GPU if f.name == "device" and str(value).startswith("cuda:") else "")
-                )
-            if least is None or (value is None and f.default is None):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                kind = "a positive integer" if least else "an integer, 0 or more"
-                raise ConfigError(f"{f.name} must be {kind}, got {value!r}")
+        self._check_bounds()
         if (
             0 < self.max_cpu_loras < self.max_adapters
             or self.max_cpu_loras > self.max_adapters == 0
@@ -351,6 +337,24 @@ class EngineConfig:
         if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
             raise ConfigError(f"cuda_graph_sizes must be positive integers, got {sizes}")
         object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(set(sizes))))
+
+    def _check_bounds(self) -> None:
+        """What the table says of each field: its type, its choices and its least value."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(f.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{f.name} must be True or False, got {value!r:.80}")
+            choices, least = f.metadata.get("choices"), f.metadata.get("least")
+            if choices and value not in choices:
+                raise ConfigError(
+                    f"{f.name} must be one of {', '.join(choices)}, got {value!r:.80}"
+                    + (_WHICH_GPU if f.name == "device" and str(value).startswith("cuda:") else "")
+                )
+            if least is None or (value is None and f.default is None):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                kind = "a positive integer" if least else "an integer, 0 or more"
+                raise ConfigError(f"{f.name} must be {kind}, got {value!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -139,20 +139,7 @@ def replay(
     be run again (images).
     """
     found = find_request(Path(journal).expanduser(), request_id)
-    if found.images:
-        raise ConfigError(f"request {request_id!r} had images, which the journal does not keep")
-    if found.adapter and adapter is None:
-        raise ConfigError(
-            f"request {request_id!r} had adapter {found.adapter}, whose factors the journal does "
-            "not keep: give its directory, as PEFT's save_pretrained wrote it, with --adapter DIR"
-        )
-    if adapter is not None and not found.adapter:
-        raise ConfigError(f"request {request_id!r} had no adapter: leave out --adapter")
-    if not any(sample.token_ids for sample in found.samples):
-        raise ConfigError(
-            f"request {request_id!r} drew no token (it scored, classified or embedded), and a "
-            "replay compares tokens: ask for it again, the prompt is in the journal"
-        )
+    _check_replayable(found, adapter)
     given = {k: v for k, v in found.facts["settings"].items() if k not in _LEFT_OUT}
     # As it was, whatever the files have: those of a later step may be in a trainer's own dtype.
     given |= {"dtype": found.facts["dtype"].removeprefix("torch."), "staging": "none", **settings}
@@ -181,6 +168,25 @@ def replay(
         deterministic=bool(facts["deterministic"]),
         layers=tuple(layers),
     )
+
+
+def _check_replayable(found: JournaledRequest, adapter: str | Path | None) -> None:
+    """Raise ``ConfigError`` for a request that the journal, and ``adapter``, cannot make again."""
+    name = f"request {found.request_id!r}"
+    if found.images:
+        raise ConfigError(f"{name} had images, which the journal does not keep")
+    if found.adapter and adapter is None:
+        raise ConfigError(
+            f"{name} had adapter {found.adapter}, whose factors the journal does not keep: give "
+            "its directory, as PEFT's save_pretrained wrote it, with --adapter DIR"
+        )
+    if adapter is not None and not found.adapter:
+        raise ConfigError(f"{name} had no adapter: leave out --adapter")
+    if not any(sample.token_ids for sample in found.samples):
+        raise ConfigError(
+            f"{name} drew no token (it scored, classified or embedded), and a replay compares "
+            "tokens: ask for it again, the prompt is in the journal"
+        )
 
 
 def _layers(

@@ -1,10 +1,10 @@
-"""Ranks as threads of one process, and a paged KV cache to run a model over."""
+"""Ranks as threads of one process, a paged KV cache to run a model over, and a reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,6 +120,17 @@ class Session:
             torch.arange(len(ids)),
             state_slots=self.slots[active],
         )
+
+
+def prompts(vocab: int, lengths: Sequence[int] = (19, 6, 33)) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def reference(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """A transformers model's logits, each sequence by itself: float32, [tokens, vocabulary]."""
+    with torch.no_grad():
+        return [model(torch.tensor([s])).logits[0].float() for s in sequences]
 
 
 def _states(model: Model, slots: int) -> LayerKV:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_threads import Session, loaded, run_ranks
+from rank_threads import Session, loaded, prompts, reference, run_ranks
 from safetensors import safe_open
 from tiny_models import DENSE, write_tiny
 from torch import Tensor
@@ -22,16 +22,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "key heads replicated over four ranks": {"num_attention_heads": 8},
 }
 ROWS = [29, 6, 43]  # beyond the window of seven
-
-
-def prompts(vocab: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in ROWS]
-
-
-def reference(model: Any, sequences: list[list[int]]) -> list[Tensor]:
-    with torch.no_grad():
-        return [model(torch.tensor([s])).logits[0].float() for s in sequences]
 
 
 def head_dim(arch: str, shape: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +39,7 @@ def test_logits_equal_those_of_transformers_at_every_parallel_size(
 ) -> None:
     source = write_tiny(tmp_path, arch, **head_dim(arch, SHAPES[shape]))
     config = ModelConfig.from_directory(tmp_path)
-    weights, sequences = source.state_dict(), prompts(config.vocab_size)
+    weights, sequences = source.state_dict(), prompts(config.vocab_size, ROWS)
     wanted = reference(source, sequences)
 
     def work(tp: TensorParallel) -> list[list[Tensor]]:

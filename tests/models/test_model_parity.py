@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_threads import Session, loaded, run_ranks
+from rank_threads import Session, loaded, prompts, reference, run_ranks
 from tiny_models import write_tiny
 
 from rollout.distributed import TensorParallel
@@ -57,16 +57,6 @@ SHAPES = {
 CASES = [(arch, shape) for arch in ("llama", "qwen2", "qwen3") for shape in SHAPES]
 CASES.append(("mistral", "two key heads replicated over four ranks"))
 BIASES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {}}
-
-
-def prompts(vocab: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in (19, 6, 33)]
-
-
-def reference(model, sequences):
-    with torch.no_grad():
-        return [model(torch.tensor([s])).logits[0].float() for s in sequences]
 
 
 @pytest.mark.parametrize(("arch", "shape"), CASES)

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from rank_threads import Session, loaded, run_ranks
+from rank_threads import Session, loaded, prompts, reference, run_ranks
 from tiny_models import write_tiny
 
 from rollout.distributed import TensorParallel
@@ -132,16 +132,6 @@ SHAPES = {
         "num_key_value_heads": 4,
     },
 }
-
-
-def prompts(vocab: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in (19, 6, 33)]
-
-
-def reference(model, sequences):
-    with torch.no_grad():
-        return [model(torch.tensor([s])).logits[0].float() for s in sequences]
 
 
 # Second shapes of an architecture, and architectures that are others' but for a field.

@@ -54,35 +54,9 @@ def check_request(
     ``schemes``: of those that it holds quantised. Returns what
     the transport makes of its offer.
     """
-    _one_of("encoding", request.encoding, _ENCODINGS)
-    _one_of("staging", request.staging, STAGING)
-    _one_of("in_flight", request.in_flight, IN_FLIGHT)
-    _one_of("pin_fallback", request.pin_fallback, PIN_FALLBACKS)
+    _check_fields(request)
     _one_of("transport", request.transport, transports)
-    _within("bucket_bytes", request.bucket_bytes, MIN_BUCKET_BYTES, MAX_BUCKET_BYTES)
-    _seconds("timeout", request.timeout, 0.0, MAX_TIMEOUT)
-    if not request.timeout:
-        raise ConfigError("timeout must be a positive number of seconds, got 0")
-    _seconds("pin_timeout", request.pin_timeout, 0.0, request.timeout)
-    if not 0 < len(request.update_id) <= MAX_ID:
-        raise ConfigError(f"update_id must have 1 to {MAX_ID} characters")
-    if request.label is not None:
-        check_label(request.label)
-    if request.version is not None and request.version > MAX_VERSION:
-        raise ConfigError(f"version must be at most {MAX_VERSION}, got {request.version}")
-    if request.max_stall is not None:
-        _seconds("max_stall", request.max_stall, 0.0, MAX_TIMEOUT)
-    if request.encoding == "live" and (request.partial or request.staging == "none"):
-        raise ConfigError("the memory of another engine comes whole, into a shadow")
-    if request.encoding == "delta" and (request.base is None or request.staging == "none"):
-        raise ConfigError("a delta needs a base, and a shadow to be staged in")
-    if {adapter_component(name) for name in request.adapters} != {
-        part for part in request.components if adapter_of(part) is not None
-    }:
-        raise ConfigError("adapters and components of a request name the same adapters")
-    _check_adapters_after(request)
-    if request.adapters and request.encoding == "delta":
-        raise ConfigError("adapters travel whole: send them with encoding full")
+    _check_combinations(request)
     accepted = find(request.transport, device).check(request, num_ranks, device)
     if not request.components and request.adapters_after is None:  # which may unload some
         raise ConfigError("an update brings the weights of one component at least")
@@ -98,6 +72,42 @@ def check_request(
             schemes=schemes,
         )
     return accepted
+
+
+def _check_fields(request: UpdateRequest) -> None:
+    """Each field by itself."""
+    _one_of("encoding", request.encoding, _ENCODINGS)
+    _one_of("staging", request.staging, STAGING)
+    _one_of("in_flight", request.in_flight, IN_FLIGHT)
+    _one_of("pin_fallback", request.pin_fallback, PIN_FALLBACKS)
+    _within("bucket_bytes", request.bucket_bytes, MIN_BUCKET_BYTES, MAX_BUCKET_BYTES)
+    _seconds("timeout", request.timeout, 0.0, MAX_TIMEOUT)
+    if not request.timeout:
+        raise ConfigError("timeout must be a positive number of seconds, got 0")
+    _seconds("pin_timeout", request.pin_timeout, 0.0, request.timeout)
+    if not 0 < len(request.update_id) <= MAX_ID:
+        raise ConfigError(f"update_id must have 1 to {MAX_ID} characters")
+    if request.label is not None:
+        check_label(request.label)
+    if request.version is not None and request.version > MAX_VERSION:
+        raise ConfigError(f"version must be at most {MAX_VERSION}, got {request.version}")
+    if request.max_stall is not None:
+        _seconds("max_stall", request.max_stall, 0.0, MAX_TIMEOUT)
+
+
+def _check_combinations(request: UpdateRequest) -> None:
+    """Fields that do not go together."""
+    if request.encoding == "live" and (request.partial or request.staging == "none"):
+        raise ConfigError("the memory of another engine comes whole, into a shadow")
+    if request.encoding == "delta" and (request.base is None or request.staging == "none"):
+        raise ConfigError("a delta needs a base, and a shadow to be staged in")
+    if {adapter_component(name) for name in request.adapters} != {
+        part for part in request.components if adapter_of(part) is not None
+    }:
+        raise ConfigError("adapters and components of a request name the same adapters")
+    _check_adapters_after(request)
+    if request.adapters and request.encoding == "delta":
+        raise ConfigError("adapters travel whole: send them with encoding full")
 
 
 def _check_adapters_after(request: UpdateRequest) -> None:
