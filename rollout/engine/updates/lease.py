@@ -7,8 +7,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollout.engine.executors import gather_replies
 from rollout.engine.updates.adapters import KeptAdapter
+from rollout.engine.updates.bucket_queue import BucketQueue
 from rollout.engine.updates.commit import Sealed, take_votes
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.ended import Outcome
@@ -44,9 +45,7 @@ from rollout.weight_sync.transports.base import Accepted
 from rollout.weights import TensorMeta
 from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
-from rollout.wire.frames import Reply
 
-_AHEAD = 2  # buckets in flight per sender, and as many again
 log = logging.getLogger(__name__)
 _CLOSED = "the channel was closed before the commit"
 
@@ -70,9 +69,7 @@ class Lease:
         self._begun: Begun | None = None
         self._committed: UpdateReceipt | None = None
         self._replays: Outcome | None = None  # the commit of a repeated update id
-        self._carried: list[int] = []  # header hashes of the buckets that carried their bytes
-        self._waiting: dict[int, list[Future[Reply]]] = {}
-        self._connecting: list[Future[Reply]] | None = None
+        self._buckets = BucketQueue(coordinator.engine)
         self._sealed: Sealed | None = None
         self._foreseen: Foreseen | None = None  # of an update with limits
         self._drained = self._base_is_whole = False
@@ -138,7 +135,9 @@ class Lease:
         return self._of.engine.room(nbytes) if nbytes <= request.bucket_bytes else None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
-        if self._replays is not None or self._comes_again(header, payload):
+        if self._replays is not None:
+            return
+        if payload is not None and self._buckets.comes_again(header):
             return
         self._announce(header, None if payload is None else {"payload": payload})
 
@@ -149,33 +148,24 @@ class Lease:
     def in_place(self, header: BucketHeader, regions: Sequence[Tensor]) -> None:
         assert self.reads_on, "its rank is elsewhere"
         carried = {str(index): region for index, region in enumerate(regions)}
-        self._announce(header, carried, header)
+        self._announce(header, carried, plain=False)
 
     def _announce(
-        self,
-        header: BucketHeader,
-        carried: Mapping[str, Tensor] | None,
-        told: BucketHeader | None = None,
+        self, header: BucketHeader, carried: Mapping[str, Tensor] | None, plain: bool = True
     ) -> None:
-        """``told``: the header itself, for a rank in this process; others get its plain form."""
         request = self._live("bucket")
         if self._accepted.bounded:
             check_size(header, request.bucket_bytes)
-        while len(self._waiting) >= _AHEAD * self._accepted.senders + _AHEAD:
-            self.wait(min(self._waiting), request.timeout)  # ranks' queues stay bounded
-        args = {"update_id": request.update_id, "header": told or to_plain(header)}
-        self._waiting[header.index] = self._of.engine.call("stage_bucket", args, carried)
+        while self._buckets.is_full(self._accepted.senders):
+            self.wait(self._buckets.waiting[0], request.timeout)
+        self._buckets.announce(request.update_id, header, carried, plain=plain)
 
     def wait(self, index: int, timeout: float) -> None:
         if self._replays is not None:
             return
         self._live("transfer")
-        if self._connecting is not None:
-            self._await(self._connecting, timeout, "connect")
-            self._connecting = None
-        futures = self._waiting.pop(index, None)
-        if futures is not None:
-            self._await(futures, timeout, f"bucket {index}")
+        with self._or_abort():
+            self._buckets.wait(index, timeout)
 
     def seal(self, seal: Seal) -> None:
         if self._replays is not None:
@@ -364,8 +354,7 @@ class Lease:
         kept = not request.models or request.staging != "none" or of.served.undo != "shadow"
         self._base_is_whole = kept and of.engine.broken is None
         replies = gather_replies(of.engine.call("stage_begin", args), "begin", request.timeout)
-        # The ranks go on to meet the sender; their replies are due before the first bucket's.
-        self._connecting = of.engine.call("stage_connect", {"update_id": request.update_id})
+        self._buckets.connect(request.update_id)
         return _wants([reply for reply, _ in replies], self._accepted.known)
 
     def _replay(self, request: UpdateRequest, outcome: Outcome) -> Begun:
@@ -379,29 +368,13 @@ class Lease:
         self._leave()
         return outcome.begun
 
-    def _comes_again(self, header: BucketHeader, payload: Tensor | None) -> bool:
-        """Whether a bucket that carries its bytes was taken before; otherwise remember it.
-
-        Judged by index and header: had its bytes changed, the digests at the seal would tell.
-        """
-        if payload is None:
-            return False
-        if header.index < len(self._carried):
-            return self._carried[header.index] == hash(header)
-        if header.index == len(self._carried):
-            self._carried.append(hash(header))
-        return False
-
     def _vote(self, num_buckets: int, judge: Callable[[Mapping[str, int]], Seal]) -> None:
         """Collect every rank's vote, and ``judge``'s on the digests they hold; any may refuse."""
         request, of = self._live("seal"), self._of
-        for index in sorted(self._waiting):
+        for index in self._buckets.waiting:
             self.wait(index, request.timeout)
-        try:
+        with self._or_abort():
             self._sealed = take_votes(of.engine, request, num_buckets, judge)
-        except BaseException as error:
-            self.abort(str(error))
-            raise
         of.turn.advance(self, "staged")
 
     def _live(self, phase: str) -> UpdateRequest:
@@ -423,9 +396,11 @@ class Lease:
         with self._lock:
             self._phase = ""
 
-    def _await(self, futures: Sequence[Future[Reply]], timeout: float, phase: str) -> None:
+    @contextmanager
+    def _or_abort(self) -> Iterator[None]:
+        """Whatever is raised within ends the update."""
         try:
-            gather_replies(futures, phase, timeout)
+            yield
         except BaseException as error:
             self.abort(str(error))
             raise
