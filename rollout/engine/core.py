@@ -26,9 +26,9 @@ from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.input_processor import InputProcessor
 from rollout.engine.journal import Journal
-from rollout.engine.kv_cache import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.loaded_model import LoadedModel
 from rollout.engine.loop import StepLoop
+from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins, PinTerms
 from rollout.engine.request_state import Call, Sink

@@ -10,8 +10,9 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel, choose_device
-from rollout.engine.kv_cache import KVShape, KVSize, MemoryPlan, mib, plan_memory, size_kv
+from rollout.engine.kv_cache import KVShape
 from rollout.engine.memory import available_bytes
+from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.state_cache import StateShape
 from rollout.engine.worker.cuda_graphs import check_graphs

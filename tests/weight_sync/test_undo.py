@@ -10,7 +10,7 @@ from engine_ranks import Engine, same
 from manual_update import ManualUpdate
 
 from rollout.config import EngineConfig
-from rollout.engine.kv_cache import KVSize, plan_memory, size_kv
+from rollout.engine.memory_plan import KVSize, plan_memory, size_kv
 from rollout.engine.worker.rollback import RollbackSnapshot
 from rollout.errors import (
     ChecksumMismatch,
