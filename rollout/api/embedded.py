@@ -435,7 +435,7 @@ class EmbeddedBackend:
         await self._compile(params)
         await self._has_come(max((p.min_version or 0 for p in params), default=0))
         if any(p.bad_words for p in params):
-            requests = await asyncio.to_thread(self.core.inputs.spelt, requests)
+            requests = await asyncio.to_thread(self.core.inputs.with_bad_words, requests)
         collector = RequestOutputCollector()
         self.core.submit(requests, collector, stream=stream)
         pending = set(index)

@@ -314,7 +314,7 @@ class EngineCore:
             raise refusal
         if not requests:
             return
-        requests = self.inputs.spelt(requests)
+        requests = self.inputs.with_bad_words(requests)
         call = Call(sink, stream, set(self.inputs.take(requests)))
         arrived = time.monotonic()
         admitted = self.at_step_boundary(lambda: self._admit(requests, call, arrived))

@@ -79,15 +79,15 @@ class InputProcessor:
             self._coming += count
         return ids
 
-    def spelt(self, requests: Sequence[Request]) -> list[Request]:
-        """With the token ids of their bad words, made once for each params; for any thread.
+    def with_bad_words(self, requests: Sequence[Request]) -> list[Request]:
+        """``requests`` with the token ids of their bad words, made once for each params.
 
-        It takes a second for a call of very many words: not for an event loop.
+        For any thread; of very many words it takes a second, so not for an event loop.
         """
         made: dict[int, tuple[tuple[int, ...], ...]] = {}
         for params in (r.params for r in requests if r.bad_words is None):
             if id(params) not in made and self._tokenizer is not None:
-                words = (self._spellings(word) for word in params.bad_words)
+                words = (self._ids_of_word(word) for word in params.bad_words)
                 made[id(params)] = tuple(dict.fromkeys(ids for word in words for ids in word))
         return [
             replace(r, bad_words=made[id(r.params)])
@@ -98,9 +98,9 @@ class InputProcessor:
 
     @contextmanager
     def handing_over(self, requests: Sequence[Request]) -> Iterator[None]:
-        """What ``take`` took goes to the scheduler within, or is refused after all.
+        """Within it the sequences that ``take`` counted go to the scheduler, or are refused.
 
-        No call that is judged meanwhile counts it twice, or not at all.
+        A call that is checked meanwhile counts each of them once.
         """
         with self._taking:
             try:
@@ -169,7 +169,7 @@ class InputProcessor:
             stop -= 1
         return prompt[:stop]
 
-    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+    def _ids_of_word(self, word: str) -> list[tuple[int, ...]]:
         """Token ids of a text, within one and after a space."""
         assert self._tokenizer is not None
         texts = sorted({word, " " + word.lstrip()})

@@ -232,7 +232,7 @@ class ModelInstances:
         kept.exchange(self._live)
         self._contents_moved()
         self._in_place, self._live_is = False, kept.leads_from
-        self._forget()
+        self._kept = None
 
     def slots(self) -> Iterator[WeightSlot]:
         """Every slot of this rank, with all that it takes; the same for both instances."""
@@ -316,7 +316,7 @@ class ModelInstances:
         """Drop everything that is kept for a rollback."""
         self._give_up_shadow()
         self._shadow_is = self._revert = self._written = self._diff = None
-        self._forget()
+        self._kept = None
 
     def prepare_shadow(self) -> Model | None:
         """The shadow, made with the live weights in it where there is none, so that steps can be
@@ -430,8 +430,8 @@ class ModelInstances:
     def _bring_up(
         self, live: Model, shadow: Model, held: int | None, params: frozenset[str] | None
     ) -> None:
-        """Copy the live weights (those of ``params``) to the shadow, whose content is ``held``;
-        None: who knows what.
+        """Copy the live weights (those of ``params``) to the shadow, whose content is ``held``, or
+        unknown where that is None.
         """
         diff, self._diff = self._diff, None  # the shadow's content ends here
         written = PatchJournal(everything=True)
@@ -457,19 +457,16 @@ class ModelInstances:
         """Before the shadow is overwritten: keep what a rollback needs of it."""
         target = self._past[-1] if self._past else None
         if target is None or self._live_is is None:
-            self._forget()
+            self._kept = None
         elif self._shadow_is == target and self._shadow is not None:
-            self._forget()
+            self._kept = None
             if self._undo == "host":
                 snapshot = RollbackSnapshot.whole(self._shadow)
             else:
                 snapshot = RollbackSnapshot.difference(self._shadow, self.live)
             self._kept = KeptVersion(snapshot, target, self._live_is)
         elif self._kept is not None and not self._kept.is_between(self._live_is, target):
-            self._forget()
-
-    def _forget(self) -> None:
-        self._kept = None
+            self._kept = None
 
     def _make_shadow(self, device: torch.device) -> Model:
         if self._live is not None and device == self._device:
