@@ -208,8 +208,9 @@ class EngineConfig:
     )
     max_cpu_loras: int = _setting(
         0,
-        "adapter versions that are held in all: those beside max_adapters wait in host memory "
-        "until a request names them, and the least recently used make room; 0: max_adapters",
+        "adapter versions that are held in all, in host memory; those that requests name are "
+        "copied to the slots of max_adapters, and the least recently used make room; 0: "
+        "max_adapters",
         least=0,
     )
     max_lora_rank: int = _setting(16, "largest rank of those adapters", least=1)

@@ -21,6 +21,7 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 _LEFT_OUT = (
     *("journal", "journal_bytes", "weight_dirs", "served_model_name", "components", "executor"),
     *("undo", "staging", "max_staleness", "on_stale", "max_adapters", "progress"),
+    "max_cpu_loras",
 )
 _NAMED = 8  # tensors that a line names
 ADAPTER = "adapter "  # what differs, in the place of a tensor's name

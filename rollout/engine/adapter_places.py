@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-# A slot, its place from now on (-1: in host memory), and whether its content is yet to come.
-Move = tuple[int, int, bool]
+Move = tuple[int, int]  # a slot, and the place that gets what it holds
 
 
 class AdapterPlaces:
-    """The slots that lie on the devices, in ``count`` places; the others wait in host memory.
+    """The slots that lie on the devices, in ``count`` places; host memory has all of them.
 
     What was used least recently makes room, but never what ``held()`` tells of: slots that running
-    sequences use, that are loaded into, or read. Moves are told to the ranks, which copy, before
-    the next step (``tell``). For the engine's thread. (S-LoRA, arXiv 2311.03285, section 5.)
+    sequences use. Moves are told to the ranks, which copy, before the next step (``tell``). For the
+    engine's thread. (S-LoRA, arXiv 2311.03285, section 5.)
     """
 
     def __init__(
@@ -27,19 +26,22 @@ class AdapterPlaces:
 
     def bring(self, slot: int) -> int | None:
         """Where ``slot`` lies in the next step; None: the others are held."""
-        known = slot in self._at
-        place = self._take(slot)
-        if place is not None and not known:
-            self._moves.append((slot, place, False))
+        place = self._at.pop(slot, None)
+        if place is None:
+            place = self._make_room()
+            if place is None:
+                return None
+            self._moves.append((slot, place))
             self.brought += 1
+        self._at[slot] = place
         return place
 
-    def begin(self, slots: Iterable[int]) -> None:
-        """Slots are about to be loaded: those that find no place in host memory."""
+    def forget(self, slots: Iterable[int]) -> None:
+        """These are about to be loaded anew: what they held is of no use."""
         for slot in slots:
-            place = self._take(slot)
-            self._moves.append((slot, -1 if place is None else place, True))
-        self.tell()
+            place = self._at.pop(slot, None)
+            if place is not None:
+                self._free.append(place)
 
     def tell(self) -> None:
         """Have the ranks move what is to be moved; what fails is brought again when it is named."""
@@ -49,21 +51,12 @@ class AdapterPlaces:
         try:
             self._tell(moves)
         except BaseException:
-            for slot, place, _ in moves:
-                if self._at.get(slot) == place:
-                    del self._at[slot]
-                    self._free.append(place)
+            self.forget(slot for slot, place in moves if self._at.get(slot) == place)
             raise
 
-    def _take(self, slot: int) -> int | None:
-        place = self._at.pop(slot, None)
-        if place is None and self._free:
-            place = self._free.pop()
-        if place is None:
-            held = {slot, *self._held()}
-            oldest = next((each for each in self._at if each not in held), None)
-            if oldest is None:
-                return None
-            place = self._at.pop(oldest)
-        self._at[slot] = place
-        return place
+    def _make_room(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        held = self._held()
+        oldest = next((each for each in self._at if each not in held), None)
+        return None if oldest is None else self._at.pop(oldest)

@@ -25,7 +25,6 @@ class AdapterTable:
     ) -> None:
         """``setting``: what says how many slots there are."""
         self.slots, self.setting = slots, setting
-        self.read: set[int] = set()  # slots that are read
         self.before: dict[str, AdapterVersion | None] | None = {}
         self._in_use = in_use
         self._newest: dict[str, AdapterVersion] = {}
@@ -57,11 +56,6 @@ class AdapterTable:
             hint = "; ask by the name alone, which is its newest version" if "@" in name else ""
             raise InvalidRequest(f"there is no adapter {name!r:.300}; loaded: {known:.1000}{hint}")
         return found
-
-    @property
-    def busy(self) -> set[int]:
-        """The slots that are loaded into, or read."""
-        return self._reserved | self.read
 
     @property
     def kept(self) -> set[int]:

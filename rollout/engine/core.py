@@ -442,7 +442,7 @@ class EngineCore:
 
     def _places_held(self) -> set[int]:
         running = (seq.adapter for seq in self.scheduler.running)
-        return self.adapters.busy | {one.slot for one in running if one is not None}
+        return {one.slot for one in running if one is not None}
 
     def _tell_places(self, moves: list[Move]) -> None:
         asked = self.call("move_adapters", {"moves": [[*move] for move in moves]})

@@ -130,8 +130,10 @@ class Journal:
         """The digests of a version, by tensor (none: they are those of the one before), and of
         adapters, by name@version; before its first request.
         """
-        self._adapters.update(adapters or {})
-        while len(self._adapters) > KEPT_VERSIONS:
+        for name, digest in (adapters or {}).items():
+            self._adapters[name] = digest
+            self._adapters.move_to_end(name)  # what is live now is forgotten last
+        while len(self._adapters) > max(KEPT_VERSIONS, len(adapters or {})):
             self._adapters.popitem(last=False)
         last = next(reversed(self._versions.values()), {})
         # A commit of adapters alone leaves them.

@@ -297,6 +297,8 @@ class StepLoop:
 
         A request that cannot be encoded ends; the rest of the step goes on.
         """
+        if self._places is not None:
+            self._places.tell()  # first: if it fails, all that was to be moved fails with it
         batch = self._constrained(batch)
         if not batch.entries:
             return None
@@ -316,8 +318,6 @@ class StepLoop:
                 self._outputs.fail(EngineError(text), [request_id])
             rest = batch.rows(batch.rows_running)
             return self._begin(rest) if rest.entries else None
-        if self._places is not None:
-            self._places.tell()
         patches = len(tensors.get("pixels", ()))
         return _Begun(batch, self._executor.call("step", args, tensors), patches)
 

@@ -62,7 +62,7 @@ class AdapterSlots:
         paged: bool = False,
     ) -> None:
         """``vocabulary``: of the embedding and the head, ``experts``: of routed experts, too.
-        ``paged``: the slots here are places, between which and host memory adapters move.
+        ``paged``: all adapters lie in host memory, and the slots here are places to copy them to.
         """
         self.pages = AdapterPages(self._place, self._counts) if paged else None
         self.count, self.rank = count, rank
@@ -158,11 +158,9 @@ class AdapterSlots:
         ``ConfigError`` where it does not fit: too large a rank, or modules without slots.
         """
         if self.pages is not None:
-            place = self.pages.place_of(slot)
-            if place is None:
-                self._check(spec)
-                return self._on_host(self.pages, slot, spec)
-            slot = place
+            self._check(spec)
+            parts = self.pages.of(slot, spec)
+            return AdapterModel(replace(self._build, device=_HOST), spec, parts)
         seen = self._views.get(slot)
         if seen is not None and seen.spec == spec:
             return seen
@@ -175,27 +173,10 @@ class AdapterSlots:
         unused = [each.of(slot) for name, each in self._all.items() if name not in found]
 
         def note(loaded: bool) -> None:
-            if self.pages is not None:
-                self.pages.loaded(slot, spec if loaded else None)
             self._counts(slot, spec if loaded else None)
 
         view = self._views[slot] = AdapterModel(self._build, spec, found, unused, note)
         return view
-
-    def _on_host(self, pages: AdapterPages, slot: int, spec: AdapterSpec) -> AdapterModel:
-        kept = pages.on_host(slot)
-        assert kept is not None, "what has no place lies in host memory"
-        parts = {
-            name: each
-            for name, each in kept.items()
-            if not spec.modules.keys().isdisjoint(each.modules)
-        }
-
-        def note(loaded: bool) -> None:
-            if loaded:
-                pages.loaded_on_host(slot, spec, parts)
-
-        return AdapterModel(replace(self._build, device=_HOST), spec, parts, note=note)
 
     def _place(self, slot: int) -> dict[str, Adapted]:
         return {name: each.of(slot) for name, each in self._all.items()}

@@ -100,7 +100,7 @@ def slots_beside(
     model: Model, count: int, rank: int, *, vocabulary: bool, experts: bool, paged: bool = False
 ) -> AdapterSlots:
     """``count`` empty slots for adapters of at most ``rank``, of embedding and head, too, where
-    ``vocabulary``, of routed experts where ``experts``; ``paged``: more lie in host memory.
+    ``vocabulary``, of routed experts where ``experts``; ``paged``: see ``AdapterSlots``.
     ``ConfigError`` where none can be.
     """
     if not isinstance(model.policy, CausalLM):

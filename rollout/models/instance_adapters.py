@@ -51,8 +51,8 @@ class InstanceAdapters:
 
     def derive(self, model: Model) -> None:
         """Of this instance, ``model``, whose weights and slots are there; on any thread."""
-        for slot in list(self._dora):
-            self._sums(model, slot)
+        for slot, loaded in list(self._dora.items()):
+            self._sums(model, slot, *loaded)
 
     def begin_step(self, model: Model, batch: ForwardBatch) -> None:
         """The next products are of this batch, whose tensors are on the slots' device, by
@@ -100,10 +100,10 @@ class InstanceAdapters:
                 active.normed = active.rows[chosen].long(), slots[chosen]
 
     def _make_gains(self, model: Model, slot: int) -> None:
-        load, _ = self._dora[slot]
+        load, spec = self._dora[slot]
         if self._ready.get(slot) == load:
             return
-        squares = self._sums(model, slot)
+        squares = self._sums(model, slot, load, spec)
         cut = [name for name in squares if self._linears[name].is_cut]
         if cut:
             whole = model.tp.all_reduce(torch.cat([squares[name] for name in cut]))
@@ -114,31 +114,29 @@ class InstanceAdapters:
         for name, found in squares.items():
             held = self._linears[name].magnitudes
             gains = self.gains.setdefault(name, torch.ones_like(held))
-            for part in self._normed(name, slot):
+            for part in self._normed(name, spec):
                 rows = part.put.slices[0]
                 gains[slot, rows] = held[slot, rows] / found[rows].sqrt()
         self._ready[slot] = load
 
-    def _sums(self, model: Model, slot: int) -> dict[str, Tensor]:
+    def _sums(self, model: Model, slot: int, load: int, spec: AdapterSpec) -> dict[str, Tensor]:
         """By linear with DoRA in this slot: float32 [outputs], the squares of this rank's inputs of
-        W + s B A, added up.
+        W + s B A, added up; of this load, after which steps may bring another one meanwhile.
         """
-        load, _ = self._dora[slot]
         known = self._squares.get(slot)
         if known is not None and known[0] == load:
             return known[1]
         found = {}
         for name, linear in self._linears.items():
-            if parts := self._normed(name, slot):
+            if parts := self._normed(name, spec):
                 sums = found[name] = torch.zeros_like(linear.magnitudes[slot])
                 for part in parts:
                     self._add_squares(model, linear, slot, part, sums)
         self._squares[slot] = load, found
         return found
 
-    def _normed(self, name: str, slot: int) -> list[WeightSlot]:
+    def _normed(self, name: str, spec: AdapterSpec) -> list[WeightSlot]:
         """The slots of a linear's weight whose outputs have magnitudes."""
-        _, spec = self._dora[slot]
         modules = spec.modules
         return [
             each

@@ -23,7 +23,7 @@ from rollout import Rollout, SamplingParams
 from rollout.api.diagnosis import diagnose
 from rollout.api.replay import _params, replay
 from rollout.cli.main import main
-from rollout.engine.journal import Journal, journal_files, read_journal
+from rollout.engine.journal import KEPT_VERSIONS, Journal, journal_files, read_journal
 from rollout.errors import ConfigError
 from rollout.generation import VersionSpan
 from rollout.kernels import silu_mul
@@ -227,6 +227,20 @@ def test_versions_of_the_same_weights_are_told_of_once_in_a_file(journaled, tmp_
     assert text.count('"digests"') == 2
 
 
+def test_the_digest_of_an_adapter_that_is_live_is_kept_through_updates_of_others(
+    journaled, tmp_path
+):
+    journal, first = Journal(tmp_path / "adapters", 1 << 20), journaled[1]
+    journal.start({"settings": {}})
+    for version in range(KEPT_VERSIONS):
+        journal.version(version, {}, {"a@1": 5, f"b@{version}": version})
+    outputs = [replace(one, adapter="a@1") for one in first.outputs]
+    journal.add(_Again(replace(first, outputs=outputs)).finished())
+    journal.close()
+    [found] = read_journal(tmp_path / "adapters")
+    assert (found.adapter, found.adapter_digest) == ("a@1", 5)
+
+
 def test_a_journal_goes_on_once_the_disk_takes_it_again(journaled, tmp_path, monkeypatch):
     journal, again = Journal(tmp_path / "full", 1 << 20), _Again(journaled[1])
     full, honest = threading.Event(), os.fdatasync
@@ -295,7 +309,7 @@ def test_what_drew_no_token_is_not_called_the_same(tmp_path):
     journal = tmp_path / "journal" / "replica-0"
     with Rollout(
         model, device="cpu", num_threads=1, skip_tokenizer_init=True, journal=str(journal),
-        max_adapters=1,
+        max_adapters=1, max_cpu_loras=2,
     ) as engine:  # fmt: skip
         engine.generate(PROMPT, SamplingParams(max_tokens=1), request_ids=["drew-one"])
         engine.embed([PROMPT], request_ids=["drew-none"])

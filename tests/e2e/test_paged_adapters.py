@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,13 @@ from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
 
 from rollout import EngineConfig, Rollout, SamplingParams
+from rollout.engine.adapter_places import AdapterPlaces
 from rollout.engine.updates.live_weights import live_adapters
 from rollout.errors import ConfigError, WeightMismatch
+from rollout.models.instance_adapters import InstanceAdapters
+from rollout.models.linear_adapters import ActiveRows, LinearAdapters
+from rollout.weights import Box, WeightSlot
+from rollout.weights.adapters import DORA, AdapterSpec, ModuleSpec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
@@ -146,6 +152,16 @@ def test_an_update_beside_running_requests_that_hold_all_places_is_staged_in_hos
         check(said(engine, [name])[0], models[name])
 
 
+def test_an_update_that_has_begun_takes_no_place_from_requests(engine, models) -> None:
+    updates = engine._async.backend.coordinator.adapters
+    slots = updates.reserve(["one", "two"], 30, time.monotonic(), lambda: None)
+    try:
+        for name, completion in zip(models, said(engine, [*models]), strict=True):
+            check(completion, models[name])
+    finally:
+        updates.release(slots)
+
+
 def test_all_that_is_held_can_be_read_wherever_it_lies(engine, models) -> None:
     """As a member of a fleet is given it that joins."""
     engine.update_weights(adapters=dict(models))
@@ -164,6 +180,46 @@ def test_all_that_is_held_can_be_read_wherever_it_lies(engine, models) -> None:
                 assert torch.equal(tensor, named[f"base_model.model.{own}"]), key
         said(engine, ["few", "plain", "normed"])
     assert coordinator.engine.places.brought > brought
+
+
+def test_places_go_to_what_is_named_and_come_back_when_a_move_fails() -> None:
+    held, told = {3}, []
+    places = AdapterPlaces(2, lambda: held, told.append)
+    first, second = places.bring(3), places.bring(4)
+    assert {first, second} == {0, 1}
+    assert places.bring(3) == first  # used last now, and held
+    assert places.bring(5) == second
+    held.add(5)
+    assert places.bring(4) is None
+    places.tell()
+    assert told == [[(3, first), (4, second), (5, second)]]
+    assert places.brought == 3
+
+    def fails(moves: list[Any]) -> None:
+        raise MemoryError
+
+    broken = AdapterPlaces(1, lambda: (), fails)
+    for _ in range(2):
+        assert broken.bring(7) == 0
+        with pytest.raises(MemoryError):
+            broken.tell()
+    assert broken.brought == 2  # it is asked for anew
+
+
+def test_norms_are_derived_beside_a_step_that_brings_another_adapter() -> None:
+    part = WeightSlot("x.weight", (2, 3), Box.full((2, 3)), "x.weight", Box.full((2, 3)))
+    dora = {0: (1, AdapterSpec(modules={"x": ModuleSpec(rank=1, scaling=1.0, kind=DORA)}))}
+
+    class Moving(LinearAdapters):
+        def weight(self, model: Any, part: WeightSlot) -> torch.Tensor:
+            dora.clear()
+            return torch.ones(2, 3)
+
+    active = ActiveRows()
+    linear = Moving([[part], [part]], torch.ones(1, 2, 1, 3), torch.ones(1, 1, 4), active, False)
+    own: Any = InstanceAdapters(active, None, {"x": linear, "y": linear}, dora, print)
+    own.derive(None)
+    assert own._squares[0][0] == 1  # of the load that it was, which no step takes for another
 
 
 def test_there_is_room_for_as_many_as_were_asked_for(engine, base, models) -> None:

@@ -129,7 +129,7 @@ class AdapterUpdates:
                 raise EngineOverloaded(
                     f"no slot became free within {timeout:g} s for {', '.join(names)}: requests "
                     "that run hold older versions of adapters; wait for them or abort them, or "
-                    "start the engine with more max_adapters"
+                    f"start the engine with more {self._engine.adapters.setting}"
                 )
             time.sleep(_LOOK)
 
@@ -188,7 +188,7 @@ class AdapterUpdates:
                 table.before = None
         places = self._engine.places
         if places is not None:
-            places.begin(slots.values())
+            places.forget(slots.values())
         return slots
 
     def _nobody_waits(self, taken: Future[dict[str, int] | None]) -> None:

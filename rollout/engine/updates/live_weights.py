@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,26 +52,14 @@ def live_adapters(
         version = updates.newest[name]
         spec = updates.kept(version).spec
         args = {"slot": version.slot, "spec": to_plain(spec)}
-        with _reading(coordinator, version.slot, timeout):
-            asked = coordinator.engine.call("stage_read_adapter", args)
-            replies = gather_replies(asked, "read", timeout)
+        asked = coordinator.engine.call("stage_read_adapter", args)
+        replies = gather_replies(asked, "read", timeout)
         metas = adapter_tensors(name, spec, coordinator.served.metadata, coordinator.served.aliases)
         tensors = {own_name(m.name): torch.empty(m.shape, dtype=m.dtype) for m in metas}
         for reply, values in replies:
             _place(reply["boxes"], values, tensors)
         found[name] = PeftAdapter(spec, tensors)
     return found
-
-
-@contextmanager
-def _reading(coordinator: Coordinator, slot: int, timeout: float) -> Iterator[None]:
-    """What lies in a slot stays there."""
-    engine = coordinator.engine
-    engine.at_step_boundary(lambda: engine.adapters.read.add(slot)).result(timeout)
-    try:
-        yield
-    finally:
-        engine.at_step_boundary(lambda: engine.adapters.read.discard(slot))
 
 
 def _place(

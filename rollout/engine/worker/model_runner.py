@@ -319,7 +319,7 @@ class ModelRunner:
             visual = replace(visual, rows=to_device(visual.rows, self.device))
         return ForwardBatch(**moved, visual=visual, expert_pages=batch.expert_pages)
 
-    def move_adapters(self, moves: Iterable[tuple[int, int, bool]]) -> dict[str, Any]:
+    def move_adapters(self, moves: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """See ``AdapterPlaces``; between steps, in lockstep on all ranks."""
         assert self.adapters is not None, "there is nothing to move"
         assert self.adapters.pages is not None
