@@ -121,7 +121,8 @@ class Coordinator:
         if member is None:
             return []
         member.answered, known = max(member.answered, grant.serial), member.standing
-        if twin := self.twin(name, standing.epoch):
+        is_new = known is None or known.epoch != standing.epoch  # who is known has been compared
+        if is_new and (twin := self.twin(name, standing.epoch)):
             member.standing = None  # so that it is told nothing: the other one's lease is the same
             why = f"it is the same engine as member {twin}: remove one of the two"
             return self._fence(member, why, now)

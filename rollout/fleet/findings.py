@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 class Weather:
     """``delay``: mean seconds of a message. ``loss``: the share that is lost. ``stage``: mean
     seconds in which a member takes an update's bytes. ``disk``: mean seconds of a durable write.
+    ``patience``: seconds for which those are waited for that are later than enough others (a
+    quarter of the default timeout, as in a service).
     """
 
     delay: float = 0.002
     loss: float = 0.0
     stage: float = 0.5
     disk: float = 0.005
+    patience: float = 7.5
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ def results(
             found[name] = part.exception() or part.result()
         now, good = time.monotonic(), sum(not isinstance(r, Exception) for r in found.values())
         if good >= enough:
-            limit = min(limit, now + max(patience, now - began))
+            limit = min(limit, late_at(began, now, patience))
         whys = given_up()
         for name in list(left):
             if now >= limit:
@@ -42,3 +42,8 @@ def results(
                 del left[name]
                 found[name] = DeadlineExceeded(f"member {name} is waited for no more: {whys[name]}")
     return found
+
+
+def late_at(began: float, now: float, patience: float) -> float:
+    """When the others are late, once enough have done at ``now`` what they began at ``began``."""
+    return now + max(patience, now - began)

@@ -23,11 +23,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from rollout.errors import RolloutError
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Promise, Tell, Write
 from rollout.fleet.coordinator import DRIFT, Coordinator
 from rollout.fleet.findings import Findings, Violation, Weather
+from rollout.fleet.late import late_at
 from rollout.fleet.member import Phase, Status
 from rollout.fleet.simulated_faults import Faults
 from rollout.fleet.simulated_member import SimulatedMember, Staged
@@ -344,13 +346,31 @@ class Simulation:
             then(action.committed)
 
         self._outcome = ended
+        left, enough = set(names), len(names) - max(self.quorum, len(names) // 2)
+
+        def voted(name: str) -> None:
+            left.discard(name)
+            if len(left) == enough:
+                wait = late_at(began, self.now, self.weather.patience) - self.now
+                self.later(wait, self._lose, left, staged.update_id, life)
+
         for name in names:
-            self._part(name, life, staged, state.promise.fence)
+            self._part(name, life, staged, state.promise.fence, voted)
         return True
 
-    def _part(self, name: str, life: int, staged: Staged, fence: int) -> None:
+    def _lose(self, late: set[str], update_id: str, life: int) -> None:
+        for name in sorted(late):
+            self._feed(life, partial(self._late, update_id, name))
+
+    def _late(self, update_id: str, name: str, state: Coordinator) -> list[Action]:
+        return state.lost(update_id, name, "it is late", self.now)
+
+    def _part(
+        self, name: str, life: int, staged: Staged, fence: int, voted: Callable[[str], None]
+    ) -> None:
         def reply(result: object) -> Callable[[Coordinator], list[Action]]:
             if result is None:
+                voted(name)
                 held = staged.digest, self.now, _adapters(staged.digest)
                 return lambda c: c.voted(staged.update_id, name, *held)
             return lambda c: c.lost(staged.update_id, name, str(result), self.now)
