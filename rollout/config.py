@@ -319,8 +319,9 @@ class EngineConfig:
             or self.max_cpu_loras > self.max_adapters == 0
         ):
             raise ConfigError(
-                f"max_cpu_loras={self.max_cpu_loras} counts those in the {self.max_adapters} slots "
-                "of max_adapters, too: it is at least as many, and needs at least one of those"
+                f"max_cpu_loras={self.max_cpu_loras} with max_adapters={self.max_adapters}: "
+                "max_adapters of 1 or more are the slots on the device, and max_cpu_loras counts "
+                "all that are held, those in slots too: set it to max_adapters or more"
             )
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer or None, got {self.seed!r}")
