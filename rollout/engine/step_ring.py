@@ -87,6 +87,7 @@ class StepRing:
         if (memory := self._memory) is not None:
             ranks = range(self._size)
             self.in_use = all(memory.get(_Lines.joined(rank)) for rank in ranks)
+            memory.set(_Lines.IN_USE, self.in_use)
         self._close_descriptor()
 
     def close(self) -> None:
@@ -126,9 +127,8 @@ class StepRing:
             buffers = encode(header, tensors)
         if _TURN.size + sum(map(len, buffers)) > CALL_BYTES:
             return False
-        self._last = dict(tensors)
         memory.fill(memory.call_slot(self._written), turn, buffers)
-        self._written += 1
+        self._written, self._last = self._written + 1, dict(tensors)
         memory.set(_Lines.WRITTEN, self._written)
         for rank in range(self._size):
             memory.ring(_Lines.of_rank(rank))
@@ -176,6 +176,7 @@ class RankSteps:
         self._rank, self._size = rank, size
         self._bell = _Lines.of_rank(rank)
         self._read = self._replied = 0
+        self._waited: int | None = None  # what the bell was at as the last wait began
         self._last: dict[str, Tensor] = {}  # of the last call
         self._spin = self._memory.get(_Lines.SPIN)
         self._memory.set(_Lines.joined(rank), 1)
@@ -214,16 +215,22 @@ class RankSteps:
         return header, tensors
 
     def wait(self, rung: int) -> None:
-        """Until the bell has been rung since; or a while."""
-        self._memory.wait(self._bell, rung, self._spin, _LOOK)
+        """Until the bell has been rung since; or a while. Who is idle spins only once."""
+        spin = 0 if rung == self._waited else self._spin
+        self._memory.wait(self._bell, rung, spin, _LOOK)
+        self._waited = rung
 
     def wake(self) -> None:
         """End a ``wait``; called from any thread."""
         self._memory.ring(self._bell)
 
     def reply(self, buffers: list[Any]) -> bool:
-        """Hand one frame to the engine; False where it is too long, or no slot is free."""
+        """Hand one frame to the engine; False where it is too long, no slot is free, or the engine
+        does not look here.
+        """
         memory = self._memory
+        if not memory.get(_Lines.IN_USE):
+            return False
         taken = memory.get(_Lines.taken(self._size, self._rank))
         too_long = _TURN.size + sum(map(len, buffers)) > REPLY_BYTES
         if too_long or _since(self._replied, taken) >= SLOTS:
@@ -259,7 +266,7 @@ class StepFuture(Future[Reply]):
 class _Lines:
     """Where counters lie, in bytes: the engine's line, one of each rank, one for each by it."""
 
-    WRITTEN, SPIN = _SLEEPERS_END, _SLEEPERS_END + 4
+    WRITTEN, SPIN, IN_USE = _SLEEPERS_END, _SLEEPERS_END + 4, _SLEEPERS_END + 8
 
     @staticmethod
     def of_rank(rank: int) -> int:

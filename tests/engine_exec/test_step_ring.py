@@ -1,5 +1,6 @@
 """Steps through memory that engine and ranks map, in one order with the calls of the socket."""
 
+import os
 import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -17,8 +18,6 @@ from rollout.wire.frames import encode
 @pytest.fixture
 def ends():
     """An engine's end and those of two ranks, in one process."""
-    import os
-
     ring = StepRing.make(2, 1)
     assert ring is not None
     ranks = [RankSteps.join(os.dup(ring.fd), rank, 2) for rank in range(2)]
@@ -96,6 +95,26 @@ def test_calls_by_both_ways_are_run_in_one_order(ends):
     thread.join(20)
     assert got == [1, 2, 3, 5, 6]
     assert other.take(2) is not None
+
+
+def test_where_a_rank_has_no_such_memory_the_others_reply_through_their_sockets():
+    ring = StepRing.make(2, 1)
+    rank = RankSteps.join(os.dup(ring.fd), 0, 2)
+    ring.begin()
+    assert not ring.in_use
+    assert not rank.reply(encode({"id": 1, "reply": {}}))
+
+
+def test_a_rank_that_has_nothing_to_do_spins_once_and_sleeps_from_then_on(ends):
+    ring, (rank, _) = ends
+    spins = []
+    rank._spin, rank._memory.wait = 7, lambda at, rung, spin, seconds: spins.append(spin)
+    for _ in range(3):
+        rank.wait(rank.rung)
+    assert ring.put(1, call(1), {})
+    for _ in range(2):
+        rank.wait(rank.rung)
+    assert spins == [7, 0, 0, 7, 0]
 
 
 def test_counters_wrap(ends):

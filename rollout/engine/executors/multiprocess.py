@@ -76,8 +76,9 @@ class MultiprocessExecutor:
                 self._ring.begin()
         except BaseException:
             self.close()
-            if self._rendezvous is not None:  # made after a ``close`` that came early
-                self._rendezvous.close()
+            for late in (self._rendezvous, self._ring):  # made after a ``close`` that came early
+                if late is not None:
+                    late.close()
             raise
 
     def call(

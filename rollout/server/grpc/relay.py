@@ -34,6 +34,7 @@ from rollout.wire.frames import tensor_bytes
 HALVES = 2  # buckets that lie in memory at a time
 BEAT = 0.2  # seconds between signs of life while there is nothing to send
 SILENCE = 1.0, 5.0  # seconds without one after which a feed is given up: a quarter of a wait
+GONE = 30.0  # seconds without one after which the connection of a feed is let go
 CONNECT = 5.0  # seconds in which the next host has to answer
 
 
@@ -117,15 +118,16 @@ class Relay:
 
     def forward(self, forwarder: Forwarder) -> None:
         """Have all buckets go on; before the first."""
-        with self._changed:
-            if self._forwarder is not None or self._lying or self._closed:
-                raise TransferFailed("an update goes on to one host, from its first bucket on")
-            self._forwarder = forwarder
         try:
+            with self._changed:
+                if self._forwarder is not None or self._lying or self._closed:
+                    raise TransferFailed("an update goes on to one host, from its first bucket on")
+                self._forwarder = forwarder
             forwarder.connect(self)
         except BaseException:
             with self._changed:
-                self._forwarder = None
+                if self._forwarder is forwarder:
+                    self._forwarder = None
             forwarder.close()
             raise
 
@@ -191,7 +193,7 @@ class Relay:
         for old in [one for one in self._lying if one <= index - HALVES]:
             del self._lying[old]
         found = self._lying.get(index)
-        if found is None:
+        if found is None or found.memory.numel() != nbytes:  # a feed had announced it wrongly
             found = self._lying[index] = _Lying(self._place(index, nbytes))
         found.have = 0
         return found

@@ -14,7 +14,7 @@ from rollout.errors import EngineClosed, RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.rpc.tls import ServerTls
-from rollout.server.grpc.relay import Relay, Relays
+from rollout.server.grpc.relay import GONE, Relay, Relays
 from rollout.server.grpc.services import (
     abort_with,
     answers,
@@ -171,10 +171,10 @@ class WeightSyncService:
 
 
 async def _fed(relay: Relay, commands: AsyncIterator[Any]) -> None:
-    """Until the feed ends, or brings what it may not."""
+    """Until the feed ends, is silent for long, or brings what it may not."""
     why = "its feed broke off"
     try:
-        async for command in commands:
+        while (command := await _next_of(commands)) is not None:
             await asyncio.to_thread(relay.take, checked(command))
         why = "its feed ended"
     except RolloutError as error:
@@ -182,6 +182,14 @@ async def _fed(relay: Relay, commands: AsyncIterator[Any]) -> None:
         raise
     finally:
         relay.leave(why)
+
+
+async def _next_of(commands: AsyncIterator[Any]) -> Any:
+    try:
+        async with asyncio.timeout(GONE):
+            return await anext(commands, None)
+    except TimeoutError:
+        raise TransferFailed(f"a feed gave no sign of life for {GONE:g} s") from None
 
 
 async def _behind(first: Any, commands: AsyncIterator[Any]) -> AsyncIterator[Any]:
