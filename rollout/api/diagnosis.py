@@ -45,8 +45,9 @@ REMEDIES = {
     "block": "compare the order of norms and what residuals are multiplied by",
     "head": "give both sides the same head: its dtype (head_dtype=), soft cap, scale and bias",
     "sampler": "score with the temperature and the filters that the samples were drawn with",
-    "engine": "start a fresh engine of these weights; if that agrees, compare its ranks, device, "
-    "kernels and settings with this one's",
+    "engine": "if the service was started from a config.json other than the trainer's, say which: "
+    "--checkpoint DIR (checkpoint=); else start a fresh engine of these weights, and if that "
+    "agrees, compare its ranks, device, kernels and settings with this one's",
 }
 
 

@@ -12,6 +12,8 @@ from rollout.errors import ConfigError
 
 DIAGNOSE: tuple[Row, ...] = (
     ("--model", "CHECKPOINT", None, "the trainer's weights, as transformers reads them"),
+    ("--checkpoint", "DIR", None,
+     "with the config.json that the service runs by, where --model has another (default: --model)"),
     ("--sequences", "N", 4, "samples that both stacks score"),
     ("--tokens", "N", 32, "tokens of each"),
     ("--temperature", "X", 1.0, "that samples are drawn at"),
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         found = diagnose(
             engine,
             args.model,
+            checkpoint=args.checkpoint,
             params=params,
             trainer_temperature=args.trainer_temperature,
             sequences=args.sequences,

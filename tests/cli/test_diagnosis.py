@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +176,21 @@ def test_stacks_that_are_the_same_differ_in_nothing(stacks, arch, capsys):
     assert "nothing differs beyond rounding" in said
     assert status == 0
     assert "weights: equal" in said
+
+
+def test_the_command_names_and_draws_the_first_place_that_differs(stacks, tmp_path, capsys):
+    engine, _, directory = stacks["qwen3"]
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["rope_parameters"]["rope_theta"] *= 50
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    asked = ["diagnose", engine.address, "--model", str(tmp_path), "--tokens", "8"]
+    assert main([*asked, "--checkpoint", str(directory)]) == 1
+    said = capsys.readouterr().out
+    assert "first difference: rope at " in said
+    assert re.search(r"^  \S*rotary_emb +#+ .* x rounding$", said, re.MULTILINE)
+    assert main(asked) == 1  # which takes the service to run by the trainer's own config
+    assert "say which: --checkpoint DIR" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arch", ["phimoe", "llama4"])

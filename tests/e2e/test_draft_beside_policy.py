@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted_models import adapted
 from safetensors.torch import load_file, save_file
 from start_engines import outcome, start
 from tiny_models import write_tiny
 
-from rollout import Rollout
+from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError, EngineBroken, WeightMismatch
 from rollout.testing.faults import Fault, Faulty
 
@@ -42,7 +43,7 @@ def head(value: float) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def engine(request, checkpoints, beside):
     components = {"draft": beside["draft_a"], "mtp": str(beside["head"])}
-    with start(checkpoints["a"], request.param, components=components) as rollout:
+    with start(checkpoints["a"], request.param, components=components, max_adapters=2) as rollout:
         yield rollout
 
 
@@ -71,6 +72,31 @@ def test_policy_draft_and_head_change_together(engine, checkpoints, beside) -> N
     assert report.differing == ("mtp:mtp.fc.weight", "mtp:mtp.norm.weight")
     assert outcome(engine) != started
     engine.rollback()
+    assert engine.check_weights(first).equal
+    assert outcome(engine) == started
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_policy_draft_and_adapter_change_at_one_commit_and_go_back_together(
+    engine, checkpoints, beside
+) -> None:
+    first = everything(checkpoints, beside, "a", 0.5)
+    second = everything(checkpoints, beside, "b", 0.75)
+    math = adapted(checkpoints["b"], 8)
+    engine.update_weights(first)
+    started = outcome(engine)
+    wrong = {**second, "draft": {"model.norm.weight": torch.ones(3)}}
+    with pytest.raises(WeightMismatch, match=r"draft:model\.norm\.weight has shape"):
+        engine.update_weights(wrong, adapters={"math": math})
+    assert (engine.weight_info().adapters, outcome(engine)) == ({}, started)
+    receipt = engine.update_weights(second, adapters={"math": math})
+    assert {*receipt.components, *receipt.adapters} == {"policy", "draft", "mtp", "math"}
+    assert engine.weight_info().adapters == {"math": receipt.version}
+    assert engine.check_weights(second).equal
+    asked = SamplingParams(adapter="math", max_tokens=2, temperature=0.0)
+    assert engine.generate([[5, 9, 20]], asked)[0].outputs[0].adapter == f"math@{receipt.version}"
+    engine.rollback()
+    assert engine.weight_info().adapters == {}
     assert engine.check_weights(first).equal
     assert outcome(engine) == started
 
