@@ -153,4 +153,6 @@ def test_only_the_rows_asked_for_get_logits(tmp_path):
     rows = model(replace(session.batch([19, 6, 33]), logit_rows=wanted), session.kv)
     assert rows.shape == (3, 320)
     assert not rows.requires_grad
+    assert not any(module.training for module in model.modules())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     assert torch.allclose(rows, everything[wanted], atol=1e-5)

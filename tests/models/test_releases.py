@@ -32,6 +32,7 @@ LARGE: dict[str, tuple[float, int]] = {  # of many experts; the table of a rank 
     "Kimi-K2-Instruct": (1026.0, 1),
     "Kimi-Linear-48B-A3B-Instruct": (49.1, 1),
     "MiniMax-M2": (229.0, 1),
+    "Moonlight-16B-A3B": (16.0, 1),
     "Qwen3-30B-A3B": (30.5, 8),
     "Qwen3-Next-80B-A3B-Instruct": (80.0, 1),
 }
