@@ -101,5 +101,18 @@ def row_scales(scales: Tensor, shape: Shape, grid: tuple[int, int], scheme: Sche
     return wide[: shape[0]].contiguous()
 
 
+def floats_of(codes: Tensor, scales: Tensor, grid: tuple[int, int], box: Box) -> Tensor:
+    """The float32 that ``codes`` of ``box`` stand for; ``scales``: float32, the one that all share,
+    or those of the cells that the box cuts.
+    """
+    if grid == (0, 0):
+        return codes.float() * scales.reshape(())
+    for axis, size in enumerate(grid):
+        first = box.starts[axis] // size
+        places = torch.arange(box.starts[axis], box.stops[axis], device=scales.device)
+        scales = scales.index_select(axis, places // size - first)
+    return scales.mul_(codes.float())
+
+
 def _scale_bytes(cells: int, scheme: Scheme) -> int:
     return cells * scheme.scale_dtype.itemsize

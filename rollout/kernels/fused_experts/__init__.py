@@ -1,5 +1,8 @@
 """The experts of a mixture, applied to the tokens that were routed to them."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +10,9 @@ from torch import Tensor
 from rollout.kernels.fused_experts.lora import ExpertFactors, ExpertsLora
 from rollout.kernels.op import op
 
-__all__ = ["ExpertFactors", "ExpertsLora", "fused_experts", "gate"]
+__all__ = ["ExpertFactors", "ExpertsLora", "by_expert", "fused_experts", "gate"]
+
+Product = Callable[[int, Tensor], Tensor]  # of an expert and its rows
 
 
 @op
@@ -37,26 +42,45 @@ def fused_experts(
     two, are summed over k in the order of ``experts``, and rounded once (what transformers 5's
     grouped experts do). Rows do not depend on one another, but for the matrix product's own bits.
     """
-    tokens, chosen = experts.shape
     assert w13.shape[0] == w2.shape[0], f"{w13.shape} and {w2.shape}: other numbers of experts"
+    products = partial(_linear, w13, b13), partial(_linear, w2, b2)
+    return by_expert(x, experts, weights, first, len(w13), products, clamped, squared, lora)
+
+
+def by_expert(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    first: int,
+    count: int,
+    products: tuple[Product, Product],
+    clamped: tuple[float, float] | None,
+    squared: bool,
+    lora: ExpertsLora | None,
+) -> Tensor:
+    """``fused_experts`` by the two products of an expert, whatever holds its weights; what is no
+    product is done once, for all ``count`` experts together.
+    """
+    tokens, chosen = experts.shape
     assert weights.shape == experts.shape, f"weights {weights.shape}, experts {experts.shape}"
     pairs = experts.reshape(-1)
     order = pairs.argsort(stable=True)  # (token, expert) pairs, grouped by expert
-    bounds = torch.arange(first, first + len(w13) + 1, device=x.device)
+    bounds = torch.arange(first, first + count + 1, device=x.device)
     starts: list[int] = torch.searchsorted(pairs[order], bounds).tolist()
     out = x.new_zeros((tokens * chosen, x.shape[1]))
     mine = order[starts[0] : starts[-1]]
-    held = [e for e in range(len(w13)) if starts[e] < starts[e + 1]]
-    if held:  # what is no matrix product is done once, for all experts together
+    held = [e for e in range(count) if starts[e] < starts[e + 1]]
+    if held:
         counts = [starts[e + 1] - starts[e] for e in held]
-        inputs = torch.split(x[mine // chosen], counts)
-        both = torch.cat([_linear(y, w13, b13, e) for y, e in zip(inputs, held, strict=True)])
+        up, down = products
         of = mine // chosen, pairs[mine] - first
+        inputs = torch.split(x[of[0]], counts)
+        both = torch.cat([up(e, y) for e, y in zip(held, inputs, strict=True)])
         if lora is not None:
             lora.add(lora.w13, both, lambda: x[of[0]], *of)
         inner = gate(both, clamped, squared)
         parts = torch.split(inner, counts)
-        last = torch.cat([_linear(y, w2, b2, e) for y, e in zip(parts, held, strict=True)])
+        last = torch.cat([down(e, y) for e, y in zip(held, parts, strict=True)])
         if lora is not None:
             lora.add(lora.w2, last, inner, *of)
         out[mine] = last
@@ -64,7 +88,7 @@ def fused_experts(
     return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
 
 
-def _linear(x: Tensor, weights: Tensor, biases: Tensor | None, expert: int) -> Tensor:
+def _linear(weights: Tensor, biases: Tensor | None, expert: int, x: Tensor) -> Tensor:
     return F.linear(x, weights[expert], None if biases is None else biases[expert])
 
 

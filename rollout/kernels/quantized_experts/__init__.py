@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor
 
 from rollout.kernels.dequantize import dequantize
-from rollout.kernels.fused_experts import ExpertsLora, fused_experts, gate
+from rollout.kernels.fused_experts import ExpertsLora, by_expert, fused_experts
 from rollout.kernels.op import op
 from rollout.kernels.quantized_linear import quantized_linear
 from rollout.weights import PLAIN
@@ -35,49 +36,27 @@ def quantized_experts(
     int8: each product is a ``quantized_linear``, whose inputs are quantised, too. Others: the
     experts that are wanted are dequantised for this call.
     """
+    if scheme.codes == "int8":
+        products = (
+            partial(_product, w13, s13, b13, scheme),
+            partial(_product, w2, s2, b2, scheme),
+        )
+        return by_expert(x, experts, weights, first, len(w13), products, clamped, squared, lora)
     local = experts - first
     outside = (local < 0) | (local >= len(w13))
     local = local.masked_fill(outside, -1)
     wanted, places = local.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     kept = int((wanted < 0).sum())  # those of other ranks stand first, if there are any
     wanted = wanted[kept:]
-    if scheme.codes != "int8":
-        w13 = dequantize(w13[wanted], s13[wanted], scheme, x.dtype)
-        w2 = dequantize(w2[wanted], s2[wanted], scheme, x.dtype)
-        b13, b2 = (None if bias is None else bias[wanted] for bias in (b13, b2))
-        lora = None if lora is None else lora.among(wanted)
-        return fused_experts(x, w13, w2, places, weights, kept, b13, b2, clamped, squared, lora)
-    tokens, chosen = experts.shape
-    out, pairs = x.new_zeros((tokens * chosen, x.shape[1])), local.reshape(-1)
-    order = pairs.argsort(stable=True)
-    mine = order[int((pairs < 0).sum()) :]
-    if len(mine):
-        of, held = (mine // chosen, pairs[mine]), wanted.tolist()
-        counts = torch.bincount(of[1], minlength=len(w13))[wanted].tolist()
-        both = torch.cat(
-            [
-                _product(y, w13, s13, b13, e, scheme)
-                for y, e in zip(torch.split(x[of[0]], counts), held, strict=True)
-            ]
-        )
-        if lora is not None:
-            lora.add(lora.w13, both, lambda: x[of[0]], *of)
-        inner = gate(both, clamped, squared)
-        last = torch.cat(
-            [
-                _product(y, w2, s2, b2, e, scheme)
-                for y, e in zip(torch.split(inner, counts), held, strict=True)
-            ]
-        )
-        if lora is not None:
-            lora.add(lora.w2, last, inner, *of)
-        out[mine] = last
-    weighted = out * weights.reshape(-1, 1)
-    return weighted.view(tokens, chosen, x.shape[1]).sum(dim=1).to(x.dtype)
+    w13 = dequantize(w13[wanted], s13[wanted], scheme, x.dtype)
+    w2 = dequantize(w2[wanted], s2[wanted], scheme, x.dtype)
+    b13, b2 = (None if bias is None else bias[wanted] for bias in (b13, b2))
+    lora = None if lora is None else lora.among(wanted)
+    return fused_experts(x, w13, w2, places, weights, kept, b13, b2, clamped, squared, lora)
 
 
 def _product(
-    x: Tensor, codes: Tensor, scales: Tensor, biases: Tensor | None, expert: int, scheme: Scheme
+    codes: Tensor, scales: Tensor, biases: Tensor | None, scheme: Scheme, expert: int, x: Tensor
 ) -> Tensor:
     rows, inputs = codes.shape[1:]
     bias = None if biases is None else biases[expert]

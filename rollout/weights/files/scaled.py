@@ -14,7 +14,14 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import CASTABLE, Box, TensorMeta
-from rollout.weights.packed_rows import CODES, FileCodes, row_scales, scale_grid, scheme_of
+from rollout.weights.packed_rows import (
+    CODES,
+    FileCodes,
+    floats_of,
+    row_scales,
+    scale_grid,
+    scheme_of,
+)
 from rollout.weights.quantization import Scheme
 
 if TYPE_CHECKING:
@@ -61,15 +68,9 @@ class ScaledFiles:
         values = self._files.read(name, box)
         if name not in self._scales:
             return values
-        scales, (rows, columns) = self._scales[name]
-        if not rows:
-            return values.float() * self._whole(scales).reshape(())
-        factors, block = self._whole(scales, rows, columns, box), (rows, columns)
-        for axis, size in enumerate(block):
-            first = box.starts[axis] // size
-            places = torch.arange(box.starts[axis], box.stops[axis]) // size - first
-            factors = factors.index_select(axis, places)
-        return factors.mul_(values.float())
+        scales, grid = self._scales[name]
+        cut = self._whole(scales, *grid, box) if grid[0] else self._whole(scales)
+        return floats_of(values, cut, grid, box)
 
     def codes(self, name: str) -> tuple[FileCodes, ...]:
         """The codes of a weight, in each scheme that can hold them as they are."""

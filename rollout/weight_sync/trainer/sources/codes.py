@@ -8,8 +8,16 @@ from torch import Tensor
 
 from rollout.errors import WeightMismatch
 from rollout.weight_sync.trainer.sources.names import Naming
+from rollout.weights.box import Box
 from rollout.weights.files.scaled import BLOCK, INPUT_SCALES, SCALES, WEIGHT
-from rollout.weights.packed_rows import CODES, pack_rows, row_scales, scale_grid, scheme_of
+from rollout.weights.packed_rows import (
+    CODES,
+    floats_of,
+    pack_rows,
+    row_scales,
+    scale_grid,
+    scheme_of,
+)
 from rollout.weights.quantization import Scheme
 
 
@@ -82,9 +90,6 @@ def _together(name: str, codes: Tensor, scales: Tensor, scheme: Scheme | None) -
     if scheme is not None and scheme in scheme_of(codes.dtype, shape, grid):
         return pack_rows(codes, row_scales(scales, shape, grid, scheme))
     wide = scales.float()
-    if grid == (0, 0):
-        return codes.float() * wide.reshape(())
-    wide = wide.reshape(-1, -(-shape[1] // grid[1]))
-    for axis, size in enumerate(grid):
-        wide = wide.repeat_interleave(size, dim=axis).narrow(axis, 0, shape[axis])
-    return codes.float().mul_(wide)
+    if grid != (0, 0):
+        wide = wide.reshape(-1, -(-shape[1] // grid[1]))
+    return floats_of(codes, wide, grid, Box.full(shape))
