@@ -1,10 +1,9 @@
-"""What a fleet costs beside one engine: updates, the front, a member's death, and routing.
+"""What a fleet costs beside one engine: updates, the front, and a member's death.
 
     python benchmarks/fleet.py update CHECKPOINT [--sizes 2,4]    FSDP2 over 2 ranks; seconds, skew
     python benchmarks/fleet.py front CHECKPOINT [--streams 64,256]    requests with and without it
     python benchmarks/fleet.py front-http CHECKPOINT    the same streamed over /v1/completions
     python benchmarks/fleet.py death CHECKPOINT    a member killed: noticed, and caught up, when
-    python benchmarks/fleet.py routing CHECKPOINT    conversations: by prefix, and round robin
 
 Real processes, started here, one thread each; what is compared takes turns. Prints JSON lines, of
 medians with least and most.
@@ -18,7 +17,6 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -56,8 +54,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", default="2,4", help="members of the fleets")
     parser.add_argument("--streams", default="64,256")
     parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--addresses", help=argparse.SUPPRESS)
     parser.add_argument("--pids", help=argparse.SUPPRESS)
@@ -362,101 +358,7 @@ def wait_for(http: str, holds: Any, limit: float = 300.0) -> None:
         time.sleep(0.005)
 
 
-# ---- routing ----
-
-
-class RoundRobin:
-    """In the place of the product's ``Router``: the members in turn."""
-
-    def __init__(self) -> None:
-        self._turn = itertools.count()
-
-    def choose(self, prompt: Any, loads: dict[str, float], *asked: Any) -> str:
-        names = sorted(loads)
-        return names[next(self._turn) % len(names)]
-
-    def forget(self, member: str) -> None: ...
-
-
-def routing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Conversations over two members, each turn behind all earlier ones of its own."""
-    from rollout.fleet.fleet import Fleet
-    from rollout.fleet.record import Record
-
-    with contextlib.ExitStack() as stack:
-        record = stack.enter_context(tempfile.TemporaryDirectory())
-        fleet = Fleet(Record(record, 10.0), lease=10.0)
-        stack.callback(fleet.close)
-        for _ in range(2):
-            fleet.add(stack.enter_context(engine(args.checkpoint))[1])
-        fleet.wait_serving(2, 60.0)
-        yield from asyncio.run(_routing(args, fleet))
-
-
-async def _routing(args: argparse.Namespace, fleet: Any) -> list[dict[str, Any]]:
-    from rollout import AsyncRollout
-    from rollout.fleet.backend import FleetBackend
-    from rollout.fleet.router import Router
-
-    backend = FleetBackend(fleet)
-    rollout = AsyncRollout.over(backend)
-    await rollout.start()
-    kinds: dict[str, type[Any]] = {"prefix": Router, "round robin": RoundRobin}
-    rows: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
-    for turn in range(args.rounds + 1):
-        for kind, made in kinds.items():
-            await rollout.reset_prefix_cache()
-            backend.calls.router = made()
-            row = await _conversations(args, rollout, turn)
-            rows[kind] += [row] if turn else []
-    await rollout.shutdown()
-    return [
-        {
-            "what": "routing",
-            "by": kind,
-            "members": 2,
-            "conversations": args.conversations,
-            "turns": args.turns,
-            "hit_rate": spread([row[0] for row in found]),
-            "tokens_per_s": spread([row[1] for row in found]),
-            "p99_s": spread([row[2] for row in found]),
-        }
-        for kind, found in rows.items()
-    ]
-
-
-async def _conversations(
-    args: argparse.Namespace, rollout: Any, seed: int
-) -> tuple[float, float, float]:
-    """Share of prompt tokens that were cached, tokens a second, the 99th percentile of turns."""
-    rng, seconds = random.Random(seed), []
-    counts = {"prompt": 0, "cached": 0, "new": 0}
-
-    async def talk(first: list[int]) -> None:
-        said = first
-        for _ in range(args.turns):
-            began = time.perf_counter()
-            [output] = await rollout.generate(
-                said, {"max_tokens": args.new_tokens, "temperature": 0.0, "ignore_eos": True}
-            )
-            seconds.append(time.perf_counter() - began)
-            counts["prompt"] += len(said)
-            counts["cached"] += output.num_cached_tokens
-            counts["new"] += len(output.outputs[0].token_ids)
-            heard = [rng.randrange(10, 5000) for _ in range(64)]
-            said = [*said, *output.outputs[0].token_ids, *heard]
-
-    began = time.perf_counter()
-    starts = [[rng.randrange(10, 5000) for _ in range(256)] for _ in range(args.conversations)]
-    await asyncio.gather(*map(talk, starts))
-    took = time.perf_counter() - began
-    last = sorted(seconds)[min(len(seconds) - 1, len(seconds) * 99 // 100)]
-    return counts["cached"] / counts["prompt"], counts["new"] / took, last
-
-
-COURSES = {
-    "update": update, "front": front, "front-http": front, "death": death, "routing": routing
-}  # fmt: skip
+COURSES = {"update": update, "front": front, "front-http": front, "death": death}
 
 if __name__ == "__main__":
     main()
