@@ -25,6 +25,7 @@ from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
+from rollout.engine.worker.draw_graphs import capture
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.op import Op
 from rollout.models.build import build_model
@@ -49,23 +50,38 @@ MODELS: dict[str, dict[str, int]] = {
 
 
 def measure(run: Callable[[], object], rounds: int = 10) -> float:
-    """Median seconds of a call, after two that warm up; in a dry run, of one call."""
+    """Median seconds of a call, after two that warm up; in a dry run, of one call.
+
+    Says so where the host's launches took most of it: then that is what was measured.
+    """
     for _ in range(2 if CUDA else 0):
         run()
-    times = []
+    times, launches = [], []
     for _ in range(rounds if CUDA else 1):
+        began = time.perf_counter()
         if CUDA:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in "ab")
             start.record()
             run()
             stop.record()
+            launches.append(time.perf_counter() - began)
             stop.synchronize()
             times.append(start.elapsed_time(stop) / 1e3)
         else:
-            began = time.perf_counter()
             run()
             times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    found = statistics.median(times)
+    if CUDA and statistics.median(launches) > 0.9 * found:
+        print(f"  the next figure is bound by launches or waits of the host: {found * 1e6:.0f} us")
+    return found
+
+
+def measure_replay(run: Callable[[], object], rounds: int = 10) -> float:
+    """As ``measure``, of replays of a graph that holds the call: its kernels and their gaps."""
+    if not CUDA:
+        return measure(run, rounds)
+    graph, _ = capture(run, torch.cuda.graph_pool_handle())
+    return measure(graph.replay, rounds)
 
 
 def llama_config(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_models import Model, measure
+from gpu_models import Model, measure, measure_replay
 from torch import Tensor
 
 from rollout import kernels
@@ -100,9 +100,11 @@ def ops(report: Any) -> None:
     _moves(report, "swap_tensors", 4 * big, lambda: run("swap_tensors")(a, b))
     many = a.view(BF16)
     box = Box.full(tuple(many.shape))
-    _moves(report, "digest", big, lambda: run("digest")(many, tuple(many.shape), box))
+    digested = measure(lambda: run("digest")(many, tuple(many.shape), box))  # the host reads it
+    report.add("digest", big / digested / 1e9, "GB/s", "copy", report.copy / 1e9)
     logits = torch.randn(rows, 600 if dry else 128256, device=DEVICE, dtype=BF16)
     _moves(report, "scan_logits", logits.nbytes, lambda: run("scan_logits")(logits))
+    _draws(report, logits)
     matrix = torch.randn(hidden, hidden, device=DEVICE, dtype=BF16)
     for count in (1,) if dry else (1, 32, 256):
         part = x[:count]
@@ -112,7 +114,7 @@ def ops(report: Any) -> None:
         _moves(report, f"batch_invariant_linear, {count} rows", moved, fixed)
     for batch, queries, context in _attention_shapes(dry):
         arguments, heads, dim = _attention(batch, queries, context, dry)
-        seconds = measure(lambda q=arguments: run("paged_attention")(*q))
+        seconds = measure_replay(lambda q=arguments: run("paged_attention")(*q))
         name = f"paged_attention, {batch} x {queries} of {context}"
         if queries == 1:
             moved = 2 * batch * context * arguments[1].shape[1] * dim * 2
@@ -128,8 +130,26 @@ def _triton(name: str) -> Callable[..., Any]:
 
 
 def _moves(report: Any, name: str, nbytes: float, run: Callable[[], object]) -> None:
-    rate = nbytes / measure(run, rounds=1 if report.dry else 20)
+    rate = nbytes / measure_replay(run, rounds=1 if report.dry else 20)
     report.add(name, rate / 1e9, "GB/s", "copy", report.copy / 1e9)
+
+
+def _draws(report: Any, logits: Tensor) -> None:
+    """A draw without a filter, with top_p, and with both that search for an edge."""
+    for count in dict.fromkeys((1, len(logits))):
+        for name, top_p, top_k in (("no filter", 1.0, 0), ("top_p", 0.9, 0), ("both", 0.9, 50)):
+            rows = logits[:count]
+            numbers = torch.tensor([[1.0, top_p, 0.0]] * count, device=DEVICE)
+            words = torch.full((count,), -1, device=DEVICE), torch.full((count,), top_k).to(DEVICE)
+            chances = torch.full((count,), 0.5, dtype=torch.float64, device=DEVICE)
+            seconds = measure_replay(
+                lambda a=(rows, words[0], numbers, words[1], chances), f=name != "no filter": (
+                    _triton("sample")(*a, filtered=f)
+                )
+            )
+            goal = 60.0 if count == 1 else 250.0
+            label = f"the goal of {goal:g} us"
+            report.add(f"sample, {count} rows, {name}", seconds * 1e6, "us", label, goal)
 
 
 def _attention_shapes(dry: bool) -> Iterator[tuple[int, int, int]]:

@@ -49,7 +49,7 @@ MIDDLE = """\
 ## By transformers
 
 Any other causal model of the installed transformers runs as its own modules: with our pages,
-batches, prefix cache, sampling and updates, on one rank, without native blocks, captured graphs or
+batches, prefix cache, sampling and updates, without native blocks, captured graphs or
 `deterministic=True`. Where its attention goes through transformers' attention interface, a step is
 one pass. Else (attention of its own, biases by distance, an index of keys, recurrent states) a step
 goes over a cache of transformers' kind whose keys, values and states lie in our pages and slots:
@@ -59,6 +59,17 @@ logprobs over pages, of three sequences, are compared with those of the same mod
 transformers' own attention. Modules that do not bear padding decode with sequences of equal length,
 or each alone; a model for which logprobs differ even so is refused. So is rope that depends on a
 sequence's length (`dynamic`, `longrope`).
+
+Over several ranks (`tensor_parallel_size`) such a model is cut by transformers' own plan, where its
+config has one (`base_model_tp_plan`): linears by columns and rows, stacked experts within each,
+sinks, and the vocabulary at both ends. A rank reads and keeps its boxes of each tensor, under the
+same names, so updates, deltas and digests are those of one rank. Attention and its cache are cut by
+heads where the plan cuts them, else whole on every rank; recurrent states are always whole. Kinds
+of a plan: `colwise`, `colwise_gather_output`, `rowwise`, `rowwise_split_input`, `packed_colwise`,
+`packed_rowwise`, `embedding_rowwise`, `embedding_colwise`, `moe_tp_experts`, `moe_identity_expert`,
+`all_reduce`, and those that cut nothing. Another kind, sizes or heads of keys and values that do
+not divide, and modules whose shapes do not come out are refused by name. `rollout check` says up to
+how many ranks (of 2, 4 and 8) it goes, and why not on more.
 
 """
 
@@ -124,6 +135,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 256,
     },
     "DeepseekV3ForCausalLM": {},
+    "DeepseekV32ForCausalLM": {},
     "Qwen3MoeForCausalLM": {"num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128},
 }
 BLOCK, LONG = 16, 8192  # positions of a block, tokens of a long sequence
@@ -188,7 +200,10 @@ def kinds(swept: str) -> Iterable[str]:
         yield f"| {kind} | {', '.join(dict.fromkeys(names))} |"
     others = re.search(r"^(\d+) by transformers", swept, re.MULTILINE)
     count = others[1] if others else "others"
-    yield f"| by transformers' modules | {count} more model types of transformers {_version()} |"
+    more = re.search(r"^(\d+) of these over two ranks", swept, re.MULTILINE)
+    parallel = f"; {more[1]} of them tensor parallel, by its plans" if more else ""
+    types = f"{count} more model types of transformers {_version()}{parallel}"
+    yield f"| by transformers' modules | {types} |"
 
 
 def _kind(arch: Arch) -> str:
@@ -208,7 +223,7 @@ def _attention(arch: Arch) -> str:
             f"delta nets gated by row, {full}" if arch.delta.by_row else f"gated delta nets, {full}"
         )
     if arch.latent is not None:
-        return "latent"
+        return "latent" if arch.latent.index is None else "latent, to what an index chooses"
     if arch.mamba is not None:
         return "Mamba-2 beside full" if arch.mamba.beside else "Mamba-2, full"
     found = ["full"] if arch.slides is None else ["windows as the file says"]
@@ -226,7 +241,10 @@ def swept_lists(rows: Iterable[Any]) -> str:
     """What a sweep found: the types served each way, and reasons for the rest."""
     served: dict[str, list[str]] = defaultdict(list)
     reasons: dict[str, list[str]] = defaultdict(list)
+    ranks: dict[str, list[str]] = defaultdict(list)
     for row in rows:
+        if row.matches and row.updates and row.ranks:
+            ranks[row.ranks].append(row.model_type)
         if row.matches and row.updates:
             served[row.how].append(row.model_type)
         else:
@@ -242,7 +260,17 @@ def swept_lists(rows: Iterable[Any]) -> str:
     ]
     for how in ("natively", "by transformers"):
         lines += [f"{len(served[how])} {how}: {_names(served[how])}.", ""]
-    lines += ["| the others, and why not | model types |", "|---|---|"]
+    both = ranks.pop("equal", [])
+    lines += [
+        f"{len(both)} of these over two ranks, too, by transformers' plans: logprobs equal those",
+        "of one rank to 1e-4 and greedy tokens are the same, from files and after an update:",
+        f"{_names(both)}.",
+        "",
+        "| planned by transformers, and not over two ranks, why | model types |",
+        "|---|---|",
+        *(f"| {_parallel_reason(why)} | {_names(types)} |" for why, types in ranks.items()),
+    ]
+    lines += ["", "| the others, and why not | model types |", "|---|---|"]
     for why, types in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
         lines.append(f"| {why} | {len(types)}: {_names(types)} |")
     return "\n".join(lines) + "\n"
@@ -285,6 +313,14 @@ def reason(row: Any) -> str:
     if row.how == "no tiny model":
         return "no tiny model could be made of their config"
     return "another refusal"
+
+
+def _parallel_reason(why: str) -> str:
+    """What a refusal of two ranks says of the model, without what is so of every model."""
+    if "do not run without memory" in why:
+        return "its modules take all heads where a rank has a part of them"
+    told = re.search(r"not on 2 ranks: (.*); use", why)
+    return told[1] if told else why
 
 
 def _names(types: Iterable[str]) -> str:

@@ -71,7 +71,9 @@ class EngineConfig:
     The command line's flags and docs/api.md are made from these fields and their texts.
     """
 
-    model: str = field(metadata={"help": "checkpoint directory, hub id or URL (s3:// ...)"})
+    model: str = field(
+        metadata={"help": "checkpoint directory, hub id or URL (s3://, modelscope:// ...)"}
+    )
     revision: str | None = _setting(None, "branch, tag or commit of a hub id")
     tokenizer: str | None = _setting(
         None, "directory or hub id of the tokenizer (default: the model's)"
@@ -99,8 +101,8 @@ class EngineConfig:
     )
     load_format: str = _setting(
         "auto",
-        "auto, safetensors, pt, sharded_state (ranks' own files), dummy (made-up weights), or what "
-        "register_loader made known",
+        "auto, safetensors, fastsafetensors (that package), pt, sharded_state (ranks' own files), "
+        "dummy (made-up weights), or what register_loader made known",
     )
     hf_overrides: Mapping[str, Any] = field(
         default_factory=dict,
@@ -135,6 +137,11 @@ class EngineConfig:
     )
     ray_address: str | None = _setting(
         None, "Ray cluster of executor='ray' (default: RAY_ADDRESS, else this machine's)"
+    )
+    ray_placement_group: str | None = _setting(
+        None,
+        "of executor='ray': named placement group, with a bundle for each rank (default: one of "
+        "the engine's own)",
     )
     tensor_parallel_size: int = _setting(1, "ranks that share the model", least=1)
     expert_parallel: bool = _setting(False, "ranks hold whole experts instead of a part of each")
@@ -255,6 +262,14 @@ class EngineConfig:
         metavar="DIR",
     )
     progress: bool = _setting(False, "draw a bar while weights are read")
+    trace_load: bool = _setting(
+        False,
+        "each rank writes a line for each tensor of the checkpoint on stderr: what it read, in "
+        "which time, and where it put it",
+    )
+    max_parallel_loading_workers: int | None = _setting(
+        None, "ranks that read the checkpoint at the same time (default: all)", least=1
+    )
     journal: str | None = _setting(
         None,
         "directory for a journal of finished requests, which `rollout replay` runs again",
@@ -323,6 +338,12 @@ class EngineConfig:
                 "max_adapters of 1 or more are the slots on the device, and max_cpu_loras counts "
                 "all that are held, those in slots too: set it to max_adapters or more"
             )
+        for name in ("lora_embeddings", "lora_experts"):
+            if getattr(self, name) and not self.max_adapters:
+                raise ConfigError(
+                    f"{name}=True is of adapters that are served unmerged: set max_adapters, too, "
+                    "or leave it out (merged adapters may change these without it)"
+                )
         if self.seed is not None and type(self.seed) is not int:
             raise ConfigError(f"seed must be an integer or None, got {self.seed!r}")
         for name in ("timeout", "start_timeout"):

@@ -158,6 +158,22 @@ def some(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
     return f"{text}{between.strip(', ')} and {left} more" if left > 0 else text
 
 
+def of_each(problems: Sequence[str]) -> list[str]:
+    """Problems that begin with a tensor's name; a long text that several have is said of the first,
+    and the others are named behind it.
+    """
+    found: dict[str, list[str]] = {}
+    for problem in problems:
+        name, _, text = problem.partition(" ")
+        found.setdefault(text if len(text) > _LONG else problem, []).append(name)
+    said = []
+    for text, (first, *others) in found.items():
+        whole = text if text.startswith(f"{first} ") else f"{first} {text}"
+        said.append(whole + (f" (the same of {some(others)})" if others else ""))
+    return said
+
+
+_LONG = 40  # characters of a text that is not said twice
 _BY_NAME = {cls.__name__: cls for cls in STATUS}
 
 

@@ -18,6 +18,15 @@ def _tree(cls=errors.RolloutError):
 TREE = sorted(set(_tree()), key=lambda cls: cls.__name__)
 
 
+def test_a_text_that_many_tensors_have_is_said_once():
+    fault = "has dtype torch.int32, the model wants torch.bfloat16: dequantise it"
+    problems = [f"layers.{n}.weight {fault}" for n in range(20)]
+    said = errors.of_each(["x is missing", *problems, "y is missing"])
+    assert said[0::2] == ["x is missing", "y is missing"]
+    assert said[1].startswith(f"layers.0.weight {fault} (the same of layers.1.weight, layers.2.")
+    assert said[1].endswith(" and 11 more)")
+
+
 class Failed:
     """A failed call as a client sees it."""
 

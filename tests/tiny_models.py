@@ -125,6 +125,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 MIXTURES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
+    "deepseek_v32": "DeepseekV32",
+    "glm_moe_dsa": "GlmMoeDsa",
     "glm4_moe": "Glm4Moe",
     "glm4_moe_lite": "Glm4MoeLite",
     "gpt_oss": "GptOss",
@@ -289,6 +291,9 @@ EXPERTS["glm4_moe_lite"] = {
     **{key: value for key, value in EXPERTS["deepseek_v3"].items() if key[:5] != "first"},
     "mlp_layer_types": ["sparse", "dense"],
 }
+INDEX = {"index_n_heads": 12, "index_head_dim": 18, "index_topk": 11}
+EXPERTS["deepseek_v32"] = {**EXPERTS["deepseek_v3"], **INDEX}
+EXPERTS["glm_moe_dsa"] = {**EXPERTS["deepseek_v3"], **INDEX}
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
     "A rollout service samples with the weights the trainer has just sent.",

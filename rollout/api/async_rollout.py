@@ -28,6 +28,7 @@ from rollout.api.arguments import (
 )
 from rollout.api.backend import Backend, Outputs
 from rollout.api.image_inputs import has_images, portable, with_images
+from rollout.api.read_floor import ReadFloor
 from rollout.api.session import AsyncSession
 from rollout.api.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
@@ -42,6 +43,7 @@ from rollout.generation import (
     EmbeddingOutput,
     ImagePrompt,
     RequestOutput,
+    SamplingParams,
     ScoreOutput,
     classify_params,
     embed_params,
@@ -110,8 +112,12 @@ class AsyncRollout:
         timeout: float = DEFAULT_TIMEOUT,
         *,
         tls: ClientTls | None = None,
+        min_version: int = 0,
     ) -> Self:
-        """Connect to the gRPC server at "host:port"; ``timeout`` bounds all but generation."""
+        """Connect to the gRPC server at "host:port"; ``timeout`` bounds all but generation.
+
+        ``min_version``: see the property.
+        """
         split_address(address)
         if not isinstance(tls, ClientTls | None):
             raise ConfigError(f"tls must be a ClientTls(ca=...), or None, got {tls!r:.80}")
@@ -119,6 +125,7 @@ class AsyncRollout:
             raise ConfigError(f"timeout {problem}")
         self = cls.__new__(cls)
         self._set_up(RolloutClient(address, token, timeout, tls=tls), address)
+        self.min_version = min_version
         return self
 
     @classmethod
@@ -132,6 +139,7 @@ class AsyncRollout:
         self.backend = backend
         self.weights = WeightVerbs(backend)
         self.threads = VerbThreads()
+        self._floor = ReadFloor()
         self._address = address
         self._served_as: tuple[str, int, dict[str, Any]] | None = None
         self._server: Any = None
@@ -148,6 +156,29 @@ class AsyncRollout:
         Requests are served while it is "running".
         """
         return await self.backend.state()
+
+    @property
+    def min_version(self) -> int:
+        """The oldest version that requests take which ask for none (``SamplingParams.min_version``;
+        0, the default: any). They wait for it, at most the engine's timeout.
+
+        It counts in the epoch of the engine, or fleet, that is there when it is first used: in
+        another one requests end with ``EngineRestarted``, until it is set anew, or this client has
+        committed there. Requests of a client that has updated weights ask for its last commit
+        without it.
+        """
+        return self._floor.version
+
+    @min_version.setter
+    def min_version(self, version: int) -> None:
+        self._floor = ReadFloor.of(version)
+
+    def read_floor(self) -> ReadFloor:
+        """What requests may not be older than, by ``min_version`` and by this client's commits."""
+        epoch, committed = self.backend.seen
+        if self._floor.epoch is None:
+            self._floor = replace(self._floor, epoch=epoch)
+        return ReadFloor(committed, epoch).joined(self._floor)
 
     # ---- generation ----
 
@@ -329,7 +360,7 @@ class AsyncRollout:
         """(index of the prompt, output) as they finish; with ``stream`` cumulative ones, too."""
         await self.start()
         each = as_prompts(prompts, self.backend.max_model_len, params)
-        ids, many = as_ids(request_ids, len(each)), as_params(params, len(each))
+        ids, many = as_ids(request_ids, len(each)), self._params(params, len(each))
         outputs = self.backend.generate(each, many, ids, stream=stream)
         async with aclosing(outputs):
             async for item in outputs:
@@ -350,11 +381,14 @@ class AsyncRollout:
         each = as_conversations(messages)
         if any(has_images(one) for one in each):
             each = await asyncio.to_thread(lambda: [portable(one) for one in each])
-        ids, many = as_ids(request_ids, len(each)), as_params(params, len(each))
+        ids, many = as_ids(request_ids, len(each)), self._params(params, len(each))
         outputs = self.backend.chat(each, many, ids, chat, stream=stream)
         async with aclosing(outputs):
             async for item in outputs:
                 yield item
+
+    def _params(self, params: Params, count: int) -> list[SamplingParams]:
+        return self.read_floor().under(as_params(params, count))
 
     async def tokenize(
         self,
@@ -394,7 +428,8 @@ class AsyncRollout:
             raise InvalidRequest(
                 "the adapter is named in each turn: session.chat(message, {'adapter': name})"
             )
-        return AsyncSession(self.backend, ChatOptions.of_variables(variables))
+        options = ChatOptions.of_variables(variables)
+        return AsyncSession(self.backend, options, self.read_floor)
 
     async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:
         """End one request, several, or all at the next step; returns how many were running.

@@ -38,6 +38,13 @@ class Backend(Protocol):
         """Known once ``start`` is done; longer prompts are refused before their ids are read."""
         ...
 
+    @property
+    def seen(self) -> tuple[int | None, int]:
+        """The epoch that is known, and the last version that this client has committed in it (0:
+        none, or whoever commits here reads here).
+        """
+        ...
+
     async def start(self) -> None: ...
 
     @property
@@ -85,6 +92,20 @@ class Backend(Protocol):
 
     def end_calls(self, error: EngineError) -> None:
         """End every running call with ``error``, without waiting for that."""
+        ...
+
+    def leave(self) -> None:
+        """Take no new requests, for good: the state is "leaving". What runs goes on."""
+        ...
+
+    @property
+    def is_member(self) -> bool:
+        """Whether a fleet's front counts on it."""
+        ...
+
+    @property
+    def has_left(self) -> bool:
+        """Once it ``leave``s: whether nothing runs any more, nor does a front count on it."""
         ...
 
     async def pause(self, mode: str, timeout: float) -> None: ...

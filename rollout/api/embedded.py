@@ -13,7 +13,7 @@ from typing import Any
 import rollout
 from rollout.api.adapters import MergedAdapters
 from rollout.api.image_inputs import take_images
-from rollout.api.output_collector import RequestOutputCollector
+from rollout.api.output_collector import Mailbox, RequestOutputCollector
 from rollout.api.prompts import PromptPreparer
 from rollout.api.send_live import send_live
 from rollout.config import EngineConfig
@@ -84,6 +84,7 @@ class EmbeddedBackend:
         self._verbs: VerbSession | None = None
         self._reads = ReadOnce(self._is_live)
         self._running: set[str] = set()
+        self._mailbox: Mailbox | None = None  # of the loop that asked last
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -91,6 +92,10 @@ class EmbeddedBackend:
             self._starting = asyncio.create_task(asyncio.to_thread(self._load))
             self._starting.add_done_callback(_look_at)  # its waiter may have been cancelled
         await asyncio.shield(self._starting)
+
+    @property
+    def seen(self) -> tuple[int | None, int]:
+        return self.core.epoch, 0
 
     @property
     def is_loading(self) -> bool:
@@ -178,6 +183,18 @@ class EmbeddedBackend:
         """End every call under way with ``error``, at the next step; does not wait for it."""
         with contextlib.suppress(EngineError):  # it was never started, or is over
             self.core.at_step_boundary(lambda: self.core.outputs.fail(error))
+
+    def leave(self) -> None:
+        self.core.leaving = True
+
+    @property
+    def is_member(self) -> bool:
+        left = self.core.serving.left
+        return left is not None and left > 0
+
+    @property
+    def has_left(self) -> bool:
+        return not (self._running or self.prepared or self.is_member)
 
     # ---- control ----
 
@@ -274,7 +291,8 @@ class EmbeddedBackend:
             state=core.state,
             prepared=self.prepared,
             fence=coordinator.fence,
-            running=len(core.scheduler.running),
+            # One that leaves has not ended what nobody has read yet.
+            running=max(len(core.scheduler.running), len(self._running) * core.leaving),
             waiting=core.scheduler.num_waiting,
         )
 
@@ -396,7 +414,9 @@ class EmbeddedBackend:
             if time.monotonic() > deadline:
                 raise VersionConflict(
                     f"version {version} was asked for and did not become live within "
-                    f"{self.config.timeout:g} s: version {self.core.version} is"
+                    f"{self.config.timeout:g} s: version {self.core.version} is (of epoch "
+                    f"{self.core.epoch}, whose versions count by themselves); ask for that or "
+                    "less, or update the weights"
                 )
             if self.core.state in ("dead", "closed"):
                 return  # who submits hears why
@@ -433,10 +453,14 @@ class EmbeddedBackend:
         if len(index) < len(requests):
             raise InvalidRequest("request ids must differ within one call")
         await self._compile(params)
+        for one in params:
+            one.check_epoch(self.core.epoch)
         await self._has_come(max((p.min_version or 0 for p in params), default=0))
         if any(p.bad_words for p in params):
             requests = await asyncio.to_thread(self.core.inputs.with_bad_words, requests)
-        collector = RequestOutputCollector()
+        if self._mailbox is None or self._mailbox.loop is not asyncio.get_running_loop():
+            self._mailbox = Mailbox()
+        collector = RequestOutputCollector(self._mailbox)
         self.core.submit(requests, collector, stream=stream)
         pending = set(index)
         self._running |= pending

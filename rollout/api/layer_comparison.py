@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rollout.models.blocks import DecoderBlock
 from rollout.models.causal_lm import CausalLM
 from rollout.models.chunks import within_chunks
-from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention
 from rollout.models.layers.norm import Norm
 from rollout.models.moe import SparseMoE, route
@@ -145,6 +145,7 @@ def batch_of(sequences: Sequence[Sequence[int]]) -> ForwardBatch:
         torch.tensor([len(s) for s in sequences], dtype=torch.int32),
         torch.tensor(tables, dtype=torch.int32),
         torch.arange(len(ids)),
+        chosen=ChosenTokens(),
     )
 
 
@@ -153,9 +154,13 @@ def pages_for(model: CausalLM, sequences: Sequence[Sequence[int]]) -> list[Layer
     tensors, heads, elements = config.cached_heads(1)
     blocks = sum(-(-len(s) // BLOCK) for s in sequences)
     pages = []
-    for _ in range(config.num_layers):
+    latent = config.latent
+    for layer in range(config.num_layers):
         k = torch.zeros(blocks, heads, BLOCK, elements, dtype=model.build.dtype)
-        pages.append(LayerKV(k, k if tensors == 1 else k.clone()))
+        index = None
+        if latent is not None and latent.index is not None and layer in config.indexed_layers:
+            index = k.new_zeros(blocks, 1, BLOCK, latent.index.dim)
+        pages.append(LayerKV(k, k if tensors == 1 else k.clone(), index=index))
     return pages
 
 

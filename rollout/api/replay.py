@@ -21,8 +21,10 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 _LEFT_OUT = (
     *("journal", "journal_bytes", "weight_dirs", "served_model_name", "components", "executor"),
     *("undo", "staging", "max_staleness", "on_stale", "max_adapters", "progress"),
-    "max_cpu_loras",
+    *("max_cpu_loras", "lora_embeddings", "lora_experts"),
+    *("trace_load", "max_parallel_loading_workers"),
 )
+_OF_ADAPTERS = ("lora_embeddings", "lora_experts")  # are, where there is one again
 _NAMED = 8  # tensors that a line names
 ADAPTER = "adapter "  # what differs, in the place of a tensor's name
 _SIGNED = 1 << 63
@@ -146,7 +148,9 @@ def replay(
     given |= {"dtype": found.facts["dtype"].removeprefix("torch."), "staging": "none", **settings}
     if checkpoint is not None:
         given |= {"model": str(checkpoint), "revision": None, "load_format": "auto"}
-    given |= {"max_adapters": 1} if adapter is not None else {}
+    if adapter is not None:
+        had = {k: v for k, v in found.facts["settings"].items() if k in _OF_ADAPTERS}
+        given |= {"max_adapters": 1, **had}
     with Rollout(**given) as engine:
         backend = engine._async.backend
         assert isinstance(backend, EmbeddedBackend), "it was started here"
@@ -320,7 +324,10 @@ def _params(found: JournaledRequest, index: int, count: int) -> SamplingParams:
         max_tokens=count,
         min_tokens=min(params.min_tokens, count),
         min_version=None,
+        min_version_epoch=None,
         max_staleness=None,
+        pin=False,
+        group_id=None,
         prompt_logprobs=None if params.routed_experts is None else 0,  # whose prompt is scored
         prompt_logprobs_start=0,
         prompt_temperature=1.0,

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from rollout.api.backend import Backend
 from rollout.api.image_inputs import fetched, has_images, portable, take_images
+from rollout.api.read_floor import ReadFloor
 from rollout.api.trajectory import SessionTokens, Trajectory
 from rollout.errors import EngineRestarted, InvalidRequest
 from rollout.generation import (
@@ -55,11 +56,18 @@ class AsyncSession:
 
     ``chat`` takes messages, which go through the chat template; ``generate`` takes text or token
     ids, appended as they are. One turn runs at a time, with one sample (``n=1``): ``fork`` before
-    a turn that is to have several.
+    a turn that is to have several. No turn runs on older weights than the turns before it, or than
+    ``read_floor`` says, unless it asks for a ``min_version`` itself.
     """
 
-    def __init__(self, backend: Backend, options: ChatOptions) -> None:
-        self._backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        options: ChatOptions,
+        read_floor: Callable[[], ReadFloor] = ReadFloor,
+    ) -> None:
+        self._backend, self._client_floor = backend, read_floor
+        self._version = 0  # the highest that a turn has seen, or asked for
         self.options = options  # of its later turns, too
         self._messages: list[dict[str, Any]] = []
         self._templated = True  # until raw tokens come, of which no template knows
@@ -163,7 +171,8 @@ class AsyncSession:
 
     def fork(self) -> AsyncSession:
         """Another session that goes on from here: a group of samples of one turn, a branch."""
-        other = AsyncSession(self._backend, self.options)
+        other = AsyncSession(self._backend, self.options, self._client_floor)
+        other._version = self._version
         other._messages, other._templated = self.messages, self._templated
         other._prompt, other._tokens = list(self._prompt), self._tokens.copy()
         other._turns, other._epoch = list(self._turns), self._epoch
@@ -180,7 +189,7 @@ class AsyncSession:
             self._tokens.cut(turn.tokens)
             self._templated = turn.templated
             if not self._turns:
-                self._prompt, self._epoch = [], None
+                self._prompt, self._epoch, self._version = [], None, 0
 
     def rewind_to(self, messages: Messages) -> int:
         """How many of ``messages`` are this session's; turns that go beyond these are forgotten.
@@ -250,6 +259,8 @@ class AsyncSession:
         one = SamplingParams.of(params)
         if one.n != 1:
             raise InvalidRequest(f"a turn of a session has one sample, not n={one.n}: fork it")
+        floor = ReadFloor(self._version, self._epoch).joined(self._client_floor())
+        [one] = floor.under([one])
         ids = [*self.token_ids, *added]
         prompt: AnyPrompt = ids
         _, images = take_images([*self._messages, *(messages or ())])
@@ -261,13 +272,14 @@ class AsyncSession:
         async with aclosing(outputs):
             async for _, output in outputs:
                 if output.finished:
-                    self._record(output, messages)
+                    self._record(output, messages, one.min_version or 0)
                 yield output
 
     def _record(
         self,
         output: RequestOutput,
         messages: Sequence[Mapping[str, Any]] | None,
+        asked: int,
     ) -> None:
         if self._epoch not in (None, output.epoch):
             raise EngineRestarted(
@@ -287,6 +299,8 @@ class AsyncSession:
         self._turns.append(turn)
         self._texts.append(completion.text)
         self._epoch = output.epoch
+        seen = (span.version for span in completion.weight_versions)
+        self._version = max(self._version, asked, *seen)
         if messages is not None:
             answer = {"role": "assistant", "content": completion.text}
             self._messages += [*map(dict, messages), answer]

@@ -72,13 +72,17 @@ class Rollout:
         timeout: float = DEFAULT_TIMEOUT,
         *,
         tls: ClientTls | None = None,
+        min_version: int = 0,
     ) -> Self:
         """Connect to the gRPC server at "host:port"; every rank of a trainer may do so.
 
+        ``min_version``: the oldest weights that its requests take, see the property.
         ``tls``: the certificates to require and to present (``rollout.rpc.tls.ClientTls``). Raises
         ``EngineClosed`` if nothing answers there.
         """
-        return cls.over(lambda: AsyncRollout.connect(address, token, timeout, tls=tls))
+        return cls.over(
+            lambda: AsyncRollout.connect(address, token, timeout, tls=tls, min_version=min_version)
+        )
 
     @classmethod
     def from_ranks(
@@ -166,6 +170,22 @@ class Rollout:
         ``variables`` are passed to the chat template: ``tools``, or any of its own.
         """
         return Session(self._async.session(**variables), self._loop.run)
+
+    @property
+    def min_version(self) -> int:
+        """The oldest version that requests take which ask for none (``SamplingParams.min_version``;
+        0, the default: any). They wait for it, at most the engine's timeout.
+
+        It counts in the epoch of the engine, or fleet, that is there when it is first used: in
+        another one requests end with ``EngineRestarted``, until it is set anew, or this client has
+        committed there. Requests of a client that has updated weights ask for its last commit
+        without it.
+        """
+        return self._async.min_version
+
+    @min_version.setter
+    def min_version(self, version: int) -> None:
+        self._async.min_version = version
 
     @property
     def weight_version(self) -> int:

@@ -70,7 +70,8 @@ class WeightVerbs:
           sends one every ``anchor_every`` updates.
         - ``in_flight``: what becomes of running requests: keep | recompute | abort | wait | pin.
           Pinned requests finish on the old version within ``pin_timeout`` (None: ``timeout``);
-          after that ``pin_fallback`` applies: keep | recompute | abort.
+          after that ``pin_fallback`` applies: keep | recompute | abort. Requests that ask for it
+          (``SamplingParams(pin=True)``) are pinned whatever ``in_flight`` says.
         - ``partial``: tensors that are not sent keep their live values.
         - ``max_stall`` (seconds in which no step may run) and ``max_extra_memory`` (bytes that a
           rank may take on its device beside what it holds): an update that would exceed either is

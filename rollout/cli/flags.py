@@ -38,6 +38,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `{self.prog} --help`")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        known = action.choices if isinstance(action, argparse._SubParsersAction) else (value,)
+        if value not in known and (meant := near(value, known)):
+            raise argparse.ArgumentError(action, f"no {value!r}; did you mean {meant!r}?")
+        super()._check_value(action, value)
+
     def parse_known(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Parse everything; ``words`` may stand before, between and after flags.
 
@@ -154,9 +160,12 @@ def engine_flags(config: EngineConfig) -> list[str]:
     return words
 
 
-def refuse_engine_flags(args: argparse.Namespace, beside: str) -> None:
-    """``ConfigError`` for settings of an engine, or a model, where the engine is a service's."""
-    given = [f"--{f.name.replace('_', '-')}" for f in ENGINE_FLAGS if hasattr(args, f.name)]
+def refuse_engine_flags(args: argparse.Namespace, beside: str, but: Sequence[str] = ()) -> None:
+    """``ConfigError`` for settings of an engine, or a model, where the engine is a service's; those
+    in ``but`` are of use there.
+    """
+    names = [f.name for f in ENGINE_FLAGS if hasattr(args, f.name) and f.name not in but]
+    given = [f"--{name.replace('_', '-')}" for name in names]
     given += ["--model"] if args.model_flag is not None else []
     if given:
         raise ConfigError(

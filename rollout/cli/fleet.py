@@ -5,13 +5,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli.client import client_tls
-from rollout.cli.flags import Row, add_rows, engine_flags, environment
+from rollout.cli.flags import (
+    ENGINE_FLAGS,
+    Row,
+    add_engine_flags,
+    add_model,
+    add_rows,
+    engine_config,
+    engine_flags,
+    environment,
+    model_of,
+    refuse_engine_flags,
+)
 from rollout.cli.service import LISTENING, Up, listening_of, run_service
 from rollout.config import timeout_problem
 from rollout.errors import ConfigError
@@ -21,12 +34,15 @@ if TYPE_CHECKING:
     from rollout.config import EngineConfig
     from rollout.fleet.backend import FleetBackend
     from rollout.fleet.fleet import Fleet
+    from rollout.fleet.replicas import Launcher
     from rollout.rpc.tls import ClientTls
     from rollout.server.service import Listening
 
 REPLICAS: tuple[Row, ...] = (
     ("--replicas", "N", 1, "engines of this model on this host, behind one address and updated as "
      "one; each is started again when it ends"),
+    ("--min-replicas", "N", 1, "to how few of them POST /fleet/replicas may go"),
+    ("--max-replicas", "N", None, "and to how many (default: --replicas)"),
     ("--quorum", "N", None, "of several engines, how many must hold a version for it to commit: "
      "others are fenced and catch up (default: 2, or 1 where there is one)"),
     ("--lease", "X", 2.0, "seconds for which an engine that hears nothing of the fleet serves on"),
@@ -34,11 +50,11 @@ REPLICAS: tuple[Row, ...] = (
      "engines that are later than half of them and a quorum; they leave service and catch up"),
 )  # fmt: skip
 FLEET: tuple[Row, ...] = (
+    ("--replicas", "N", None, "engines of MODEL on the Ray cluster, spread over its nodes"),
     *REPLICAS[1:],
-    ("--start-timeout", "X", 600.0,
-     "seconds within which as many engines as --quorum have to serve; others may come later"),
-    ("--record", "DIR", ".rollout-fleet", "where the fleet's promises are kept, on a local disk"),
-    ("--engine-token", "TOKEN", None, "control token of the engines (default: "
+    ("--record", "DIR", None, "of --engine: where the fleet's promises are kept, on a local disk "
+     "(default: .rollout-fleet)"),
+    ("--engine-token", "TOKEN", None, "control token of the engines at --engine (default: "
      "ROLLOUT_ENGINE_TOKEN)"),
     ("--engine-tls-ca", "PEM", None,
      "reach engines over TLS; the authority that signed their certificates"),
@@ -48,6 +64,10 @@ FLEET: tuple[Row, ...] = (
      "what their certificates are made out to, where those are not their addresses"),
 )  # fmt: skip
 
+RECORD = ".rollout-fleet"
+_FRONTS = ("weight_dirs", "start_timeout")  # settings of an engine that are a front's, too
+_OF_RAY = ("replicas", "min-replicas", "max-replicas")
+
 
 @contextlib.asynccontextmanager
 async def serving_replicas(
@@ -55,30 +75,72 @@ async def serving_replicas(
 ) -> AsyncIterator[Up]:
     """``args.replicas`` engines that this process starts, served at one address."""
     from rollout.distributed import choose_device
-    from rollout.fleet.backend import FleetBackend
-    from rollout.fleet.replicas import Replicas, gpus_each, threads_each, visible_gpus
+    from rollout.fleet.local_launcher import LocalLauncher, gpus_each, threads_each, visible_gpus
     from rollout.loader import resolve_model
 
     where = str(await asyncio.to_thread(
         resolve_model, config.model, config.revision, config.load_format
     ))  # fmt: skip
-    flags = engine_flags(config)
-    if config.served_model_name is None:
-        flags += ["--served-model-name", config.model]
+    words = [where, *_engine_words(config)]
     placed = config.resolved_executor == "ray"  # which gives each rank its devices
     on_cpu = not placed and choose_device(config.device).type == "cpu"
-    ranks = config.tensor_parallel_size
-    gpus = [] if on_cpu or placed else gpus_each(visible_gpus(), args.replicas, ranks)
+    ranks, most = config.tensor_parallel_size, args.max_replicas or args.replicas
+    gpus = [] if on_cpu or placed else gpus_each(visible_gpus(), most, ranks)
     if config.num_threads is None and on_cpu:
-        flags += ["--num-threads", str(threads_each(args.replicas))]
+        words += ["--num-threads", str(threads_each(args.replicas))]
+    journal = None if config.journal is None else Path(config.journal)
+    launcher = LocalLauncher(words, gpus, journal)
+    async with _serving(launcher, args.replicas, config, at, args) as up:
+        yield up
+
+
+@contextlib.asynccontextmanager
+async def serving_on_ray(
+    config: EngineConfig, at: Listening, args: argparse.Namespace
+) -> AsyncIterator[Up]:
+    """``args.replicas`` engines on the nodes of a Ray cluster, served at one address."""
+    from rollout.fleet.ray_launcher import RayLauncher
+
+    # Whatever the nodes have there is theirs: only a path of this machine's is made whole.
+    local = Path(config.model).exists()
+    model = os.path.abspath(config.model) if local else config.model
+    on_nodes = replace(config, executor="auto", ray_address=None)
+    words = [model, *_engine_words(on_nodes), *_reached_by(args)]
+    words += [] if config.num_threads else ["--num-threads", "1"]
+    launcher = await asyncio.to_thread(RayLauncher, config, words, args.ray or config.ray_address)
+    count = args.replicas or 1
+    enough = args.quorum or min(2, count)
+    tls = client_tls(args, "engine_tls")
+    async with _serving(launcher, count, config, at, args, enough=enough, tls=tls) as up:
+        yield up
+
+
+@contextlib.asynccontextmanager
+async def _serving(
+    launcher: Launcher,
+    count: int,
+    config: EngineConfig,
+    at: Listening,
+    args: argparse.Namespace,
+    *,
+    enough: int | None = None,
+    tls: ClientTls | None = None,
+) -> AsyncIterator[Up]:
+    """``count`` engines of ``launcher``; of the first ``enough`` are waited for."""
+    from rollout.fleet.backend import FleetBackend
+    from rollout.fleet.engine_process import START_LIMIT
+    from rollout.fleet.replicas import Replicas
+
     # All members end with this process: what it has promised dies with them.
     with tempfile.TemporaryDirectory(prefix="rollout-fleet-") as record:
-        fleet = _fleet(record, args)
-        journal = None if config.journal is None else Path(config.journal)
-        replicas = Replicas(fleet, where, flags, args.replicas, gpus, journal)
+        fleet = _fleet(record, args, tls)
+        replicas = Replicas(
+            fleet, launcher, count, least=args.min_replicas, most=args.max_replicas, enough=enough,
+            start_timeout=START_LIMIT if enough is None else config.start_timeout,
+        )  # fmt: skip
         backend = FleetBackend(
             fleet, weight_dirs=config.weight_dirs, start_timeout=config.start_timeout,
-            members=replicas.start,
+            replicas=replicas,
         )  # fmt: skip
         try:
             async with _served(backend, at) as up:
@@ -93,8 +155,10 @@ async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncItera
     from rollout.fleet.backend import FleetBackend
 
     token = args.engine_token or environment("ENGINE_TOKEN")
-    fleet = _fleet(args.record, args, client_tls(args, "engine_tls"))
-    backend = FleetBackend(fleet, weight_dirs=args.weight_dir, start_timeout=args.start_timeout)
+    fleet = _fleet(args.record or RECORD, args, client_tls(args, "engine_tls"))
+    backend = FleetBackend(
+        fleet, weight_dirs=_given(args, "weight_dirs"), start_timeout=_given(args, "start_timeout")
+    )
     for address in args.engine:
         fleet.add(address, token)
     async with _served(backend, at) as up:
@@ -103,32 +167,90 @@ async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncItera
 
 def add_fleet(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = add_command(commands, "fleet", serve_fleet, "serve engines that run as one")
+    text = "serve engines that run as one, or start them on a Ray cluster"
+    parser = add_command(commands, "fleet", serve_fleet, text)
+    add_model(parser)
     parser.add_argument(
         "--engine", action="append", default=[], metavar="HOST:PORT",
-        help="gRPC address of an engine; again for each",
+        help="gRPC address of an engine that runs; again for each",
     )  # fmt: skip
     parser.add_argument(
-        "--weight-dir", action="append", default=[], metavar="DIR",
-        help="directory under which the front may read updates itself; may be repeated",
+        "--ray", nargs="?", const="", metavar="ADDRESS",
+        help="start engines of MODEL on this Ray cluster (without ADDRESS: RAY_ADDRESS, else this "
+        "machine's)",
     )  # fmt: skip
     add_rows(parser.add_argument_group("fleet"), FLEET)
     add_rows(parser.add_argument_group("listening"), LISTENING)
+    add_engine_flags(parser)
 
 
 def serve_fleet(args: argparse.Namespace) -> int:
     """See ``run_service``."""
+    if args.ray is not None:
+        if args.engine:
+            raise ConfigError("--engine has engines that run, and --ray starts them: give one")
+        return _serve_on_ray(args)
+    if args.model is not None or args.model_flag is not None:
+        raise ConfigError(
+            "engines at --engine have their model; to start them from MODEL add --ray (on a Ray "
+            "cluster), or use `rollout serve MODEL --replicas N` (on this host)"
+        )
     if not args.engine:
         raise ConfigError("which engines? Give --engine HOST:PORT, the gRPC address of each")
-    given: set[tuple[str, int]] = set()
+    refuse_engine_flags(args, "--engine", _FRONTS)
+    if given := [f"--{n}" for n in _OF_RAY if getattr(args, n.replace("-", "_")) not in (None, 1)]:
+        raise ConfigError(f"{', '.join(given)}: of engines that --ray starts, not of --engine")
+    named: set[tuple[str, int]] = set()
     for address in args.engine:
-        if (where := split_address(address)) in given:
+        if (where := split_address(address)) in named:
             raise ConfigError(f"--engine {address} is given twice: name each engine once")
-        given.add(where)
-    if problem := timeout_problem(args.start_timeout):
+        named.add(where)
+    if problem := timeout_problem(_given(args, "start_timeout")):
         raise ConfigError(f"--start-timeout {problem}")
     at = listening_of(args)
     return asyncio.run(run_service(args, serving_engines(at, args)))
+
+
+def _serve_on_ray(args: argparse.Namespace) -> int:
+    config = engine_config(args, model=model_of(args))
+    if config.executor not in ("auto", "multiprocess", "ray"):
+        raise ConfigError(f"--executor {config.executor}: --ray goes with auto or ray")
+    if args.replicas is not None and args.replicas < 1:
+        raise ConfigError("--replicas must be 1 or more")
+    if args.record is not None or args.engine_token is not None:
+        raise ConfigError(
+            "--record and --engine-token are of engines that run already (--engine); those that "
+            "--ray starts end with the front, and get a token of their own"
+        )
+    at = listening_of(args)
+    return asyncio.run(run_service(args, serving_on_ray(config, at, args)))
+
+
+def _given(args: argparse.Namespace, name: str) -> Any:
+    """A setting of engines' that is the front's, too."""
+    default = next(f.default for f in ENGINE_FLAGS if f.name == name)
+    return getattr(args, name, default)
+
+
+def _engine_words(config: EngineConfig) -> list[str]:
+    """Of an engine whose model is named as it was here, and whose journal is its own."""
+    words = engine_flags(replace(config, journal=None))
+    if config.served_model_name is None:
+        words += ["--served-model-name", config.model]
+    return words
+
+
+def _reached_by(args: argparse.Namespace) -> list[str]:
+    """How engines of ours are served on other hosts: as the front reaches them."""
+    cert, key, ca = args.engine_tls_cert, args.engine_tls_key, args.engine_tls_ca
+    if (cert, key, ca) == (None, None, None):
+        return ["--insecure"]
+    if None in (cert, key, ca):
+        raise ConfigError(
+            "engines on Ray speak TLS with all three of --engine-tls-ca, --engine-tls-cert and "
+            "--engine-tls-key: files that every node has at the same place"
+        )
+    return ["--tls-cert", cert, "--tls-key", key, "--tls-client-ca", ca]
 
 
 def _fleet(record: str, args: argparse.Namespace, tls: ClientTls | None = None) -> Fleet:
@@ -152,6 +274,6 @@ async def _served(backend: FleetBackend, at: Listening) -> AsyncIterator[Up]:
 
     try:
         async with serving_over(AsyncRollout.over(backend), at) as addresses:
-            yield Up(*addresses)
+            yield Up(*addresses, backend)
     finally:
         backend.close()

@@ -72,6 +72,8 @@ GENERATE: tuple[Row, ...] = (
 CHECK: tuple[Row, ...] = (
     ("--against", "DIR", None, "instead: whether the service at HOST:PORT holds the weights of "
      "this checkpoint; exit status 1 if they differ"),
+    ("--print-shapes", "", False, "also every parameter of every rank: its shape, and of which "
+     "tensors it has which part"),
     ("--all", "", False, "with --against: name all tensors that differ, not the first 8"),
 )  # fmt: skip
 SHOWN = 8  # tensors that differ
@@ -231,6 +233,8 @@ def check(args: argparse.Namespace) -> int:
         lambda known: print("\n".join(known.lines()), flush=True),
     )
     print("\n".join(found.machine_lines()))
+    if args.print_shapes:
+        print("\n".join(found.shape_lines()))
     return 0
 
 

@@ -58,7 +58,7 @@ def serve(args: argparse.Namespace) -> int:
         allowed(args.follow, config.weight_dirs)
         if args.replicas > 1:
             raise ConfigError("--follow goes with one engine: send a fleet its weights instead")
-    several = args.replicas > 1
+    several = args.replicas > 1 or (args.max_replicas or 1) > 1
     service = serving_replicas(config, at, args) if several else _engine(args, config, at)
     return asyncio.run(run_service(args, service))
 
@@ -71,7 +71,7 @@ async def _engine(
 
     async with serving(config, at) as found, _following(args.follow, config, found):
         died = found.died if args.on_death == "exit" else None
-        yield Up(found.http, found.grpc, found.memory, died)
+        yield Up(found.http, found.grpc, found.backend, found.memory, died)
 
 
 @contextlib.asynccontextmanager

@@ -6,21 +6,24 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout.cli.flags import TOKEN, Row, environment, token_of
 from rollout.distributed import LOOPBACK
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import ConfigError, EngineClosed, RolloutError
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 
 if TYPE_CHECKING:
+    from rollout.api.backend import Backend
     from rollout.errors import WorkerDied
     from rollout.server.http.answers import AnswerDefaults
     from rollout.server.http.open_routes import OpenRoutes
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _DEATH_WAIT = 5.0  # seconds in which calls still hear that a rank has died, before the end
 RANK_DIED = 1  # exit status
+MEMBER_TIMEOUT = 10.0  # seconds that a member of a fleet has where --shutdown-timeout is not given
+_LOOK = 0.05  # seconds between looks at whether all has ended
+LAST_WORD = 5.0  # seconds until a lease is given back, or is over by itself
 
 LISTENING: tuple[Row, ...] = (
     ("--host", "HOST", LOOPBACK, "address to listen on"),
@@ -64,6 +70,10 @@ LISTENING: tuple[Row, ...] = (
     ("--reasoning-parser", "NAME", None,
      "how it marks what it thinks before it answers, which chats then tell apart: deepseek_r1, "
      "mistral or qwen3"),
+    ("--shutdown-timeout", "X", None,
+     "seconds that requests which run have to end after SIGTERM, while no new ones are taken; a "
+     "second signal ends it at once (default: 0; 10 for a member of a fleet, whose requests go on "
+     "at other members then)"),
     ("--exit-with-stdin", "", False,
      "end when standard input closes, so when the parent process does"),
 )  # fmt: skip
@@ -75,6 +85,7 @@ class Up:
 
     http: str
     grpc: str
+    backend: Backend
     memory: str = ""
     died: asyncio.Future[WorkerDied] | None = None
 
@@ -84,6 +95,8 @@ def listening_of(args: argparse.Namespace) -> Listening:
     from rollout.server.auth import Tokens
     from rollout.server.service import Listening
 
+    if (args.shutdown_timeout or 0.0) < 0 or not math.isfinite(args.shutdown_timeout or 0.0):
+        raise ConfigError("--shutdown-timeout must be a number of seconds, 0 or more")
     for name in ("port", "grpc_port", "open_port"):
         if not 0 <= (getattr(args, name) or 0) < 1 << 16:
             raise ConfigError(f"--{name.replace('_', '-')} must be 0..65535")
@@ -99,21 +112,30 @@ def listening_of(args: argparse.Namespace) -> Listening:
 async def run_service(args: argparse.Namespace, service: AbstractAsyncContextManager[Up]) -> int:
     """Serve until SIGINT or SIGTERM; prints one line ``ready http=... grpc=...`` on stdout.
 
+    After SIGTERM requests that run have ``--shutdown-timeout`` to end; any other signal, or end of
+    input, is the end at once.
+
     Status 0 once it was ready, 1 when it ``died``; a signal before that ends it with 128 + the
     signal's number.
     """
-    stop, ready = asyncio.Event(), asyncio.Event()
+    stop, ready, at_once = asyncio.Event(), asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     signals: list[int] = []
 
     def on_signal(number: int) -> None:
+        if signals or number == signal.SIGINT:
+            at_once.set()
         signals.append(number)
+        stop.set()
+
+    def on_end_of_input() -> None:
+        at_once.set()
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     if args.exit_with_stdin:
-        _on_end_of_input(loop, stop)
+        _when_input_ends(loop, on_end_of_input)
 
     async def run() -> int:
         async with service as up:
@@ -121,7 +143,10 @@ async def run_service(args: argparse.Namespace, service: AbstractAsyncContextMan
                 print(f"memory {up.memory}", file=sys.stderr, flush=True)
             print(f"ready http={up.http} grpc={up.grpc}", flush=True)
             ready.set()
-            return await _until(stop, up.died)
+            status = await _until(stop, up.died)
+            if not status:
+                await _leave(up.backend, args.shutdown_timeout, at_once)
+            return status
 
     # Starting can take minutes: a signal must end it too.
     running, stopped = asyncio.create_task(run()), asyncio.create_task(stop.wait())
@@ -181,14 +206,37 @@ async def _until(stop: asyncio.Event, died: asyncio.Future[WorkerDied] | None) -
     return RANK_DIED if died is not None and died.done() else 0
 
 
-def _on_end_of_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Set ``stop`` when stdin ends; a thread, because not every kind of file can be polled."""
+async def _leave(backend: Backend, timeout: float | None, at_once: asyncio.Event) -> None:
+    """Take nothing new, and return once nothing runs and no fleet counts on it any more; what has
+    not ended after ``timeout`` seconds is ended: a fleet's front goes on with it elsewhere.
+    """
+    if timeout is None:
+        timeout = MEMBER_TIMEOUT if backend.is_member else 0.0
+    if not timeout:
+        return
+
+    async def wait(seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not (at_once.is_set() or backend.has_left):
+                    await asyncio.sleep(_LOOK)
+
+    backend.leave()
+    log.info("no new requests are taken; those that run have %g s to end", timeout)
+    await wait(timeout)
+    if not (at_once.is_set() or backend.has_left):
+        backend.end_calls(EngineClosed("the service was stopped while the call ran"))
+        await wait(LAST_WORD)
+
+
+def _when_input_ends(loop: asyncio.AbstractEventLoop, tell: Callable[[], None]) -> None:
+    """``tell`` when stdin ends; a thread, because not every kind of file can be polled."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-            loop.call_soon_threadsafe(stop.set)
+            loop.call_soon_threadsafe(tell)
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()

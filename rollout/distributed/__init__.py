@@ -35,12 +35,15 @@ __all__ = [
     "Rendezvous",
     "RendezvousServer",
     "TensorParallel",
+    "check_dtype",
     "choose_device",
     "gloo_group",
     "host_port",
     "join_group",
     "local_address",
 ]
+
+BFLOAT16 = (8, 0)  # compute capability from which cards compute in it
 
 if torch.__version__ < "2.13":
     # The recorder of collectives that torch 2.11 has on by default (2.13's is sound) crashes the
@@ -217,6 +220,19 @@ def _form(made: Future[Any], make: Callable[[], Any]) -> None:
 def host_port(host: str, port: int) -> str:
     """As addresses are written: with brackets where ``host`` is one of IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    """``ConfigError`` where this machine's card has no arithmetic of that dtype."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return
+    card = torch.cuda.get_device_properties(device)
+    if (card.major, card.minor) < BFLOAT16:
+        raise ConfigError(
+            "Bfloat16 is only supported on GPUs with compute capability of at least "
+            f"{'.'.join(map(str, BFLOAT16))}. Your {card.name} GPU has compute capability "
+            f"{card.major}.{card.minor}; use dtype='float16' (--dtype half), or float32"
+        )
 
 
 def choose_device(device: str) -> torch.device:

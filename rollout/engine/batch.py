@@ -18,7 +18,7 @@ from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
 from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 
-_NOT_SENT = ("visual", "expert_pages")
+_NOT_SENT = ("visual", "expert_pages", "chosen")
 _FORWARD = tuple(f.name for f in fields(ForwardBatch) if f.name not in _NOT_SENT)
 
 
@@ -127,7 +127,11 @@ def decode_batch(
 ) -> tuple[ForwardBatch, SamplingMetadata]:
     """What ``encode_batch`` described, on the CPU; without the tokens of ``previous_rows``."""
     return (
-        ForwardBatch(**{name: tensors[name] for name in _FORWARD if name in tensors}, visual=None),
+        ForwardBatch(
+            **{name: tensors[name] for name in _FORWARD if name in tensors},
+            visual=None,
+            chosen=None,
+        ),
         SamplingMetadata.from_tensors(tensors),
     )
 

@@ -34,7 +34,7 @@ from rollout.engine.pins import Pins, PinTerms
 from rollout.engine.request_state import Call, Sink
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.scheduler import Scheduler
-from rollout.engine.serving_lease import ServingLease
+from rollout.engine.serving_lease import LEAVING, ServingLease
 from rollout.engine.state_slots import StateSlots
 from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
@@ -78,6 +78,7 @@ class EngineCore:
         self.version = 0
         self.counters = EngineCounters()
         self.serving = ServingLease()
+        self.leaving = False  # it takes no new requests any more
         self.model_config: ModelConfig
         self.memory: MemoryPlan
         self.kv_size: KVSize
@@ -280,7 +281,7 @@ class EngineCore:
 
     @property
     def state(self) -> str:
-        """starting | running | paused | asleep | broken | fenced | dead | closed.
+        """starting | running | paused | asleep | broken | fenced | leaving | dead | closed.
 
         "running" also while an update holds requests back for a moment: they are served after it.
         """
@@ -290,6 +291,8 @@ class EngineCore:
             return "starting"
         if self._loop.dead is not None:
             return "dead"
+        if self.leaving:
+            return "leaving"
         if self.control.asleep:
             return "asleep"
         if self.broken is not None:
@@ -397,8 +400,10 @@ class EngineCore:
     ) -> None:
         """Inside a boundary: the live weights are those of ``version``, a newer one, from now on.
 
-        ``in_flight`` says what becomes of the requests that the old version has begun; "pin" needs
-        its terms, and that no pins last. Where the old version cannot run, they fall back at once.
+        ``in_flight`` says what becomes of the requests that the old version has begun, but for
+        those that ask to be pinned. ``pin``: on which terms they are, and all are with "pin"; it
+        needs that no pins last. None, or an old version that cannot run: what asks is as the
+        others, and what the update would pin falls back at once.
         ``models`` False: ``adapters`` alone have changed, which ``name`` gives their new versions;
         the caches of all else, and pins, stay. What has begun with one goes on with the version
         that it has, but where it is computed again. Where this raises, names mean what they meant.
@@ -407,8 +412,9 @@ class EngineCore:
             raise InvalidRequest(f"in_flight must be one of {', '.join(IN_FLIGHT)}")
         assert self.loop.is_current_thread, "commit outside a step boundary"
         assert version > self.version, "versions only grow"
-        if in_flight == "pin" and (pin is None or self.broken is not None or self.control.asleep):
-            in_flight = "keep" if pin is None else pin.fallback
+        if pin is None or self.broken is not None or self.control.asleep:
+            fallback, pin = "keep" if pin is None else pin.fallback, None
+            in_flight = fallback if in_flight == "pin" else in_flight
         self._switch.to(
             version, in_flight, pin, models=models, adapters=adapters, name=lambda: name(version)
         )
@@ -471,6 +477,8 @@ class EngineCore:
             return EngineClosed("the engine is not running")
         if self._loop.dead is not None:
             return WorkerDied(str(self._loop.dead))
+        if self.leaving:
+            return EngineClosed(LEAVING)
         if self.control.asleep:
             return EngineClosed(ASLEEP)
         if self.broken is not None:

@@ -19,7 +19,8 @@ class KVShape:
 
     ``num_layers``: those that have pages; ``without``: the numbers of those that keep nothing,
     ``beside`` of those that have states, too.
-    ``tensors``: 2, or 1 where values are a part of the keys.
+    ``tensors``: 2, or 1 where values are a part of the keys. ``indexed``: the layers that keep keys
+    of an index of ``index_dim``, too.
     ``experts``: of a mixture, on the rank that answers, the layers that have experts and how many
     of them a token has: those are kept beside its keys and values.
     """
@@ -32,6 +33,8 @@ class KVShape:
     dtype: torch.dtype
     without: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
+    indexed: tuple[int, ...] = ()
+    index_dim: int = 0
     experts: tuple[int, int] = (0, 0)
     expert_dtype: torch.dtype = torch.uint8
 
@@ -48,9 +51,11 @@ class KVShape:
         model.check_blocks(block_size)
         tensors, heads, elements = model.cached_heads(ranks)
         moe = model.moe if sparse_layers else None
+        index = None if model.latent is None else model.latent.index
         return cls(
             num_layers=len(model.paged_layers), without=model.feeding_layers, tensors=tensors,
             beside=tuple(i for i in model.recurrent_layers if i in model.paged_layers),
+            indexed=model.indexed_layers, index_dim=0 if index is None else index.dim,
             kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
             experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
             expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
@@ -65,7 +70,8 @@ class KVShape:
     @property
     def block_bytes(self) -> int:
         kept = self.experts[0] * self.experts[1] * self.expert_dtype.itemsize
-        return self.page_bytes + self.block_size * kept
+        keys = len(self.indexed) * self.index_dim * self.dtype.itemsize
+        return self.page_bytes + self.block_size * (keys + kept)
 
 
 class KVCache:
@@ -95,10 +101,12 @@ class KVCache:
         self.free()
         pages = (num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         try:
-            for _ in range(shape.num_layers):
+            for layer in range(shape.num_layers):
                 k = torch.empty(pages, dtype=shape.dtype, device=self.device)
                 v = k if shape.tensors == 1 else torch.empty_like(k)
-                self._layers.append(LayerKV(k, v))
+                keys = (num_blocks, 1, shape.block_size, shape.index_dim)
+                index = k.new_empty(keys) if layer in shape.indexed else None
+                self._layers.append(LayerKV(k, v, index=index))
             if shape.experts[0]:
                 rows = num_blocks * shape.block_size + 1  # the last: of what has no place
                 self.experts = torch.zeros(

@@ -1,9 +1,10 @@
 """Requests that finish on the version they began with, while others run on the live one.
 
+An update asks so for all that has begun (``in_flight="pin"``), or a request for itself (``pin``).
 Both of the ranks' instances step then: a step names the version that computes it, and steps of the
 two take turns. The next update needs the older instance, and waits for the end of the pins.
 
-    commit, in_flight="pin" --> PINNED --none is left--------------------------> ended
+    commit, "pin" asked for --> PINNED --none is left--------------------------> ended
                                   |----deadline, next update, sleep--> fallback ---^
 """
 
@@ -64,6 +65,18 @@ class Pins:
             f"then {terms.fallback}"
         )
         self._ended = Future()
+
+    def refuse(self, asked: Iterable[Sequence], live: int, in_flight: str) -> None:
+        """At a commit, after which ``live`` is and the version before it cannot run: ``asked``, who
+        wanted that, go by ``in_flight``.
+        """
+        count = len({seq.request_id for seq in asked})
+        self._counters.pin_fallbacks += count
+        self.since = live
+        self.told = (
+            f"none: {count} requests asked for it, and went by in_flight={in_flight!r}, as two "
+            "versions could not run"
+        )
 
     def look(self) -> float | None:
         """Whether the pins have come to an end; seconds until they must, None where there are

@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
-from rollout.loader import find_loader, resolve_model
+from rollout.loader import find_loader, is_remote, resolve_model
 from rollout.models.config import ModelConfig
 from rollout.models.module_map import ModuleMap
 from rollout.models.registry import Registry
 from rollout.models.remote_code import RemoteCode
+from rollout.wire.frames import dtype_from_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +44,14 @@ class ResolvedModel:
         mapped = model.architecture in own.models  # a map may be of several models
         return cls(
             directory=directory,
-            location=config.model if "://" in config.model else str(directory),
+            location=config.model if is_remote(config.model) else str(directory),
             config=replace(model, modules={} if mapped else own.modules),
             registry=registry,
         )
+
+    def dtype_of(self, config: EngineConfig) -> torch.dtype:
+        """What the model computes in: the one asked for, else the checkpoint's."""
+        return self.config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """``config`` with the scheme that quantization "auto" stands for here: the files' own, or

@@ -72,8 +72,12 @@ class Scheduler:
         yield from self._waiting.values()
 
     def add(self, samples: list[Sequence]) -> None:
-        """Queue all samples of one request; the others wait until the first has the prompt."""
+        """Queue all samples of one request; the others wait until the first has the prompt.
+
+        Where its group is pinned, it joins it.
+        """
         first, *others = samples
+        self._join_group(samples)
         heapq.heappush(self._lane_of(first).fresh, (first.seq_id, first))
         for seq in samples:
             self._waiting[seq.seq_id] = seq
@@ -292,6 +296,19 @@ class Scheduler:
         seq, free = self._refused
         full = len(self.running) >= self._max_seqs
         return full or (waits[0][1] is seq and self.blocks.num_free <= free)
+
+    def _join_group(self, samples: list[Sequence]) -> None:
+        params = samples[0].params
+        if params.group_id is None or self.pin is None or (params.min_version or 0) > self.pin:
+            return
+        group = [seq for seq in self.pinned() if seq.group == samples[0].group]
+        if not group:
+            return
+        theirs = {seq.adapter.name: seq.adapter for seq in group if seq.adapter is not None}
+        for seq in samples:
+            seq.pin = self.pin
+            if seq.adapter is not None:  # as it was when that version was live
+                seq.adapter = theirs.get(seq.adapter.name, seq.adapter)
 
     def _next_heap(self, pinned: bool) -> list[tuple[int, Sequence]] | None:
         """The heap of a lane whose top is the oldest sequence that may be admitted."""

@@ -117,6 +117,12 @@ class Sequence:
         self._begin_scores()
 
     @property
+    def group(self) -> tuple[str, bool]:
+        """Of those that have one version where it is pinned: its ``group_id``, or its request."""
+        named = self.params.group_id
+        return (self.request_id, False) if named is None else (named, True)
+
+    @property
     def shares_kv(self) -> bool:
         """Whether its KV is what any sequence of the same tokens would have."""
         return self.forced_experts is None

@@ -12,6 +12,9 @@ from rollout.errors import ConfigError, EngineClosed
 log = logging.getLogger(__name__)
 # A host that was suspended has not outlived its lease by it: this clock goes on meanwhile, which
 # ``time.monotonic`` does not on Linux.
+LEAVING = (
+    "the service is about to end, and takes no new requests: ask another, or again once it is back"
+)
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 

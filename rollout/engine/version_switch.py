@@ -9,6 +9,7 @@ from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins, PinTerms
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.sequence import Sequence, Status
 
 
 class VersionSwitch:
@@ -44,24 +45,34 @@ class VersionSwitch:
         if models:
             self._pins.end("at the next commit")  # which has waited for them, but for a bug
             self._pins.since = -1
+        held = self._to_pin(in_flight) if models and pin is not None else []
+        kept = {seq.seq_id for seq in held}
         if in_flight == "abort":  # what could fail comes first: then the version is as it was
-            begun = scheduler.begun()
+            begun = [seq for seq in scheduler.begun() if seq.seq_id not in kept]
             if not models:
                 begun = [s for s in begun if s.adapter is not None and s.adapter.name in adapters]
             self._outputs.abort({seq.request_id for seq in begun})
         with self._names_on_trial():
             name()
-            self._follow_names(adapters, in_flight == "recompute")
+            self._follow_names(adapters, in_flight == "recompute", kept)
             if in_flight == "recompute" and models:
-                scheduler.recompute()
+                scheduler.recompute(s for s in scheduler.sequences() if s.seq_id not in kept)
             again = self._outputs.end_stale(version, *self._stale, None if models else adapters)
         if not models:
             return
-        if in_flight == "pin" and pin is not None:
-            begun = [seq for seq in scheduler.begun() if seq.seq_id not in again]
-            if begun:
-                self._pins.begin(begun, version, pin)
+        gone = {seq.seq_id for seq in held if seq.status is Status.FINISHED}
+        held = [seq for seq in held if seq.seq_id not in again | gone]
+        if held and pin is not None:
+            self._pins.begin(held, version, pin)
+        elif pin is None and (asked := [s for s in scheduler.begun() if s.params.pin]):
+            self._pins.refuse(asked, version, in_flight)
         blocks.set_version(version, pin=self._pins.version is not None)
+
+    def _to_pin(self, in_flight: str) -> list[Sequence]:
+        """What has begun, or of that the requests that ask for it, with all of their groups."""
+        begun = self._scheduler.begun()
+        groups = {seq.group for seq in begun if in_flight == "pin" or seq.params.pin}
+        return [seq for seq in self._scheduler.sequences() if seq.group in groups]
 
     @contextmanager
     def _names_on_trial(self) -> Iterator[None]:
@@ -76,9 +87,11 @@ class VersionSwitch:
                 seq.adapter = adapter
             raise
 
-    def _follow_names(self, adapters: Collection[str], recompute: bool) -> None:
+    def _follow_names(
+        self, adapters: Collection[str], recompute: bool, kept: Collection[int]
+    ) -> None:
         """Give the newest versions of ``adapters`` to what has not begun, and to what is computed
-        again, which is by the live weights.
+        again, which is by the live weights; not to those that are ``kept`` as they are.
         """
         if not adapters:
             return
@@ -86,6 +99,8 @@ class VersionSwitch:
         again = []
         for seq in self._scheduler.sequences():
             newest = None if seq.adapter is None else self._adapters.newest(seq.adapter.name)
+            if seq.seq_id in kept:
+                continue
             if newest is None or newest.name not in adapters or newest == seq.adapter:
                 continue
             if seq.seq_id not in begun or recompute:

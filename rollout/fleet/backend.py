@@ -28,6 +28,7 @@ from rollout.fleet.gathering import gather
 from rollout.fleet.hold import Hold
 from rollout.fleet.link import Link
 from rollout.fleet.member import standing
+from rollout.fleet.replicas import Replicas
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.stats import summed
 from rollout.fleet.update_log import KEPT_RECEIPTS, UpdateLog
@@ -72,10 +73,10 @@ class FleetBackend:
         *,
         start_timeout: float = 600.0,
         weight_dirs: Sequence[str] = (),
-        members: Callable[[], None] = lambda: None,
+        replicas: Replicas | None = None,
     ) -> None:
-        """``weight_dirs``: directories under which the front may read updates itself. ``members``
-        blocks, and adds those that the fleet begins with; see ``start``.
+        """``weight_dirs``: directories under which the front may read updates itself. ``replicas``:
+        members that it starts, and has run from then on; see ``start``.
         """
         self.fleet, self.hold = fleet, Hold(fleet)
         self.calls = Calls(fleet, self.hold)
@@ -83,7 +84,8 @@ class FleetBackend:
         self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
         self._files = AdapterFiles(lambda: self.adapters)
         self.max_adapters = self.max_lora_rank = 0  # of its members, as they were at the start
-        self._timeout, self._members, self._starting = start_timeout, members, asyncio.Lock()
+        self.replicas = replicas
+        self._timeout, self._starting, self._launched = start_timeout, asyncio.Lock(), False
         self._log = UpdateLog()
         self._updates = CommittedUpdates(KEPT_RECEIPTS)
         self._started: ServerInfo | None = None
@@ -99,8 +101,9 @@ class FleetBackend:
         async with self._starting:
             if self._started is not None:
                 return
-            members, self._members = self._members, lambda: None
-            await asyncio.to_thread(members)
+            if self.replicas is not None and not self._launched:
+                self._launched = True
+                await asyncio.to_thread(self.replicas.start)
             await asyncio.to_thread(gather, self.fleet, self._timeout)
             info = await asyncio.to_thread(self.fleet.ask_any, lambda client: client.info())
             self.max_adapters, self.max_lora_rank = info.max_adapters, info.max_lora_rank
@@ -113,6 +116,10 @@ class FleetBackend:
         return self._started is None and not self._closed
 
     @property
+    def seen(self) -> tuple[int | None, int]:
+        return self.fleet.epoch, 0
+
+    @property
     def max_model_len(self) -> int:
         return 0 if self._started is None else self._started.max_model_len
 
@@ -121,6 +128,8 @@ class FleetBackend:
             return "closed"
         if self._started is None:
             return "loading"
+        if self.calls.closing:
+            return "leaving"
         states = sorted({standing.state for standing in self.fleet.standings().values()})
         if states and self.hold.wanted.state:
             return self.hold.wanted.state
@@ -196,10 +205,20 @@ class FleetBackend:
         return await self._any(lambda link: link.client.render(messages, options))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        return sum(await self._all(lambda link: link.client.abort(request_ids), some=True))
+        links = self.fleet.with_calls()
+        return sum(await self._all(lambda it: it.client.abort(request_ids), links, some=True))
 
     def end_calls(self, error: EngineError) -> None:
         self.calls.end(error)
+
+    def leave(self) -> None:
+        self.calls.closing = True
+
+    is_member = False
+
+    @property
+    def has_left(self) -> bool:
+        return not self.calls.running
 
     # ---- control ----
 
@@ -350,13 +369,17 @@ class FleetBackend:
         return ("ipc", "inline") if near else ("inline",)
 
     def _floored(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-        """A member that is about to commit an adapter is waited for by who asks for it."""
-        versions = self.adapters
-        floors = [versions.get(p.adapter or "", 0) for p in params]
-        return [
-            replace(p, min_version=floor) if floor > (p.min_version or 0) else p
-            for p, floor in zip(params, floors, strict=True)
-        ]
+        """A member that is about to commit an adapter is waited for by who asks for it. Epochs are
+        the fleet's, of which a member knows nothing.
+        """
+        versions, found = self.adapters, []
+        for one in params:
+            one.check_epoch(self.fleet.epoch)
+            floor = max(versions.get(one.adapter or "", 0), one.min_version or 0)
+            if floor > (one.min_version or 0) or one.min_version_epoch is not None:
+                one = replace(one, min_version=floor or None, min_version_epoch=None)
+            found.append(one)
+        return found
 
     async def _asked(self, link: Link) -> ServerInfo:
         life = self.fleet.life(link.name)
@@ -372,9 +395,17 @@ class FleetBackend:
                 return await verb(link)
         return await verb((links[-1:] or [self.fleet.one()])[0])
 
-    async def _all(self, verb: Callable[[Link], Awaitable[T]], *, some: bool = False) -> list[T]:
-        """Of every member that serves; ``some``: those that do not answer are left out."""
-        calls = (verb(link) for link in self.fleet.serving())
+    async def _all(
+        self,
+        verb: Callable[[Link], Awaitable[T]],
+        links: Sequence[Link] | None = None,
+        *,
+        some: bool = False,
+    ) -> list[T]:
+        """Of every member that serves, or of ``links``; ``some``: those that do not answer are left
+        out.
+        """
+        calls = (verb(link) for link in (self.fleet.serving() if links is None else links))
         found: list[T] = []
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if not isinstance(answer, BaseException):

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 
+from rollout.engine.serving_lease import LEAVING
 from rollout.errors import (
     EngineBroken,
     EngineClosed,
@@ -29,6 +31,7 @@ from rollout.rpc.status import is_typed
 
 log = logging.getLogger(__name__)
 TRIES = 3  # members that one prompt may be lost with
+GROUPS = 1 << 14  # whose members are remembered
 PATIENCE = 2.0  # leases for which a call waits for a member that serves
 LOST = (
     EngineBroken,
@@ -48,6 +51,12 @@ class Calls:
     def __init__(self, fleet: Fleet, hold: Hold) -> None:
         self._fleet, self._hold, self.router = fleet, hold, Router()
         self._queues: set[asyncio.Queue[Any]] = set()  # one of each call under way
+        self._groups: OrderedDict[str, str] = OrderedDict()  # a group's member
+        self.closing = False  # no new ones are taken
+
+    @property
+    def running(self) -> int:
+        return len(self._queues)
 
     def end(self, error: EngineError) -> None:
         """All that run."""
@@ -62,6 +71,8 @@ class Calls:
         if not call.prompts:
             return
         self._hold.check()
+        if self.closing:
+            raise EngineClosed(LEAVING)
         queue: asyncio.Queue[Any] = asyncio.Queue()  # rows; None or an error where a share ends
         newest: dict[int, RequestOutput] = {}
         self._queues.add(queue)
@@ -110,10 +121,21 @@ class Calls:
         for row in rows:
             params = call.params[row]
             extra = float(params.n)
-            name = self.router.choose(call.prompts[row], loads, extra, params.max_tokens)
+            name = self._groups.get(params.group_id or "", "")
+            if name not in loads:
+                name = self.router.choose(call.prompts[row], loads, extra, params.max_tokens)
+            self._have_together(params.group_id, name)
             loads[name] += extra
             shares.setdefault(name, []).append(row)
         return shares
+
+    def _have_together(self, group: str | None, name: str) -> None:
+        """What else comes of this group goes to this member, too, which can then pin it whole."""
+        if group is not None:
+            self._groups[group] = name
+            self._groups.move_to_end(group)
+            if len(self._groups) > GROUPS:
+                self._groups.popitem(last=False)
 
     async def _served(self, call: FleetCall, name: str, rows: list[int]) -> Outputs:
         """The outputs of ``rows``; those of a member that fails come from others, where each goes

@@ -228,7 +228,11 @@ class FleetChannel:
 
     def close(self) -> None:
         self._closed = True
-        self.abort("the channel was closed before the commit")
+        when = "before the update had begun"
+        if self._begun is not None:
+            when = "while its tensors came in" if self._seal is None else "before the commit"
+        serves = f"version {self.fleet.version} serves on"
+        self.abort(f"the trainer went away, or closed its channel, {when}: {serves}")
         for name in list(self._parts):
             self._let_go(name)
         self._left.clear()
@@ -344,7 +348,21 @@ class FleetChannel:
         request = replace(request, base=base, transport=transport, offer=offer)
         if self._of.links[part.name].joins:
             return self._begin_joining(part, request)
-        return part.channel.begin(request)
+        try:
+            return part.channel.begin(request)
+        except VersionConflict as error:
+            raise self._past_the_front(part, error) from error
+
+    def _past_the_front(self, part: Part, error: VersionConflict) -> VersionConflict:
+        """``error`` of a member, explained where its weights are not those of this fleet."""
+        has, fleet = self._of.links[part.name].client.info().version, self.fleet
+        if has == fleet.version:
+            return error
+        return VersionConflict(
+            f"it has version {has}, which this front has not committed: somebody has updated it at "
+            f"its own address. It leaves service, and version {fleet.version} serves on; restart "
+            "it, and update the fleet's address alone"
+        )
 
     def _announce(self, part: Part, last: int) -> None:
         """The buckets up to ``last`` that it has not been told of: by themselves where it finds the

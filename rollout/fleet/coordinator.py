@@ -6,9 +6,14 @@ the simulator run this same code. Times are seconds of the caller's monotonic cl
 A member:
 
     JOINING --its digest is the fleet's--> SERVING --silent, late, or not part of a commit--> FENCED
-       ^                                      ^                                                 |
-       |                                      +---- it stands, and holds what is live ----------+
+       ^                                    | ^                                                 |
+       |                                    | +---- it stands, and holds what is live ----------+
        +------------------------ it stands, and holds something else ---------------------------+
+                                            |
+       it is about to end, or is to go: LEAVING --nothing runs there, or a commit without it--> LEFT
+
+LEAVING it is sent nothing new, and begins no update; one that is under way it goes on with. Who has
+LEFT comes back in another life alone, and is waited for by nobody.
 
 An update:
 
@@ -29,9 +34,9 @@ import secrets
 import zlib
 from dataclasses import replace
 
-from rollout.errors import EngineClosed, UpdateInProgress, VersionConflict
+from rollout.errors import TransferFailed, UpdateInProgress, VersionConflict
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Promise, Tell, Write
-from rollout.fleet.member import Member, Phase, Status, Update, said
+from rollout.fleet.member import HAS_LEFT, Member, Phase, Status, Update, said
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
 
@@ -60,6 +65,7 @@ class Coordinator:
         self._serial = 0  # of the last grant
         self._begun = False  # somebody may depend on what members serve
         self._settled = 0  # the last grant before what is promised was live on all
+        self._removed: list[str] = []  # since the last commit, of those that left
 
     # ---- members ----
 
@@ -73,27 +79,53 @@ class Coordinator:
             lost = self._lose(name, "it was replaced", now)
         return [*lost, self._ask(member, now)]
 
-    def died(self, name: str, now: float) -> list[Action]:
-        """A member's process has ended: it serves no more, and holds nothing."""
+    def died(self, name: str, now: float, why: str = "its process has ended") -> list[Action]:
+        """A member's process has ended: it serves no more, holds nothing, and does not answer."""
         if (member := self.members.get(name)) is None:
             return []
         member.holds, member.serves_until, member.busy = False, now, False
-        return [*self._fence(member, "its process has ended", now), *self._settle(now)]
+        member.gone, member.standing = True, None
+        return [*self._fence(member, why, now), *self._settle(now)]
 
     def remove(self, name: str, now: float) -> list[Action]:
         """A member that the fleet is to forget; until its lease is over no commit is answered."""
         member = self.members.get(name)
         if member is None:
             return []
+        why = "it was removed"
+        if member.leaves:
+            self._removed, why = [*self._removed, name], HAS_LEFT
         member.status = Status.FENCED
         last = self._ask(member, now)
         del self.members[name]
         self._before = max(self._before, member.serves_until)
-        return [last, *self._lose(name, "it was removed", now)]
+        return [last, *self._lose(name, why, now)]
+
+    def leave(self, name: str, now: float) -> list[Action]:
+        """A member is to go: it gets nothing new from here on."""
+        member = self.members.get(name)
+        return [] if member is None or member.leaves else self._leave(member, now)
+
+    def let_go(self, name: str, now: float) -> list[Action]:
+        """It has had its time to end what runs there; see ``serves_none``."""
+        member = self.members.get(name)
+        if member is None or member.status is Status.LEFT:
+            return []
+        return [*self.leave(name, now), *self._fence(member, HAS_LEFT, now), self._ask(member, now)]
+
+    def serves_none(self, name: str, now: float) -> bool:
+        """Whether no token can come from it any more."""
+        member = self.members.get(name)
+        return member is None or (not member.has_lease and now >= member.serves_until)
 
     @property
     def serving(self) -> list[str]:
         return [m.name for m in self.members.values() if m.status is Status.SERVING]
+
+    @property
+    def staying(self) -> int:
+        """How many members are there that do not leave."""
+        return sum(not member.leaves for member in self.members.values())
 
     @property
     def serial(self) -> int:
@@ -118,7 +150,7 @@ class Coordinator:
     def stood(self, name: str, grant: Grant, standing: Standing, now: float) -> list[Action]:
         """A member has taken ``grant`` and says where it stands."""
         member = self.members.get(name)
-        if member is None:
+        if member is None or member.gone:
             return []
         member.answered, known = max(member.answered, grant.serial), member.standing
         is_new = known is None or known.epoch != standing.epoch  # who is known has been compared
@@ -128,6 +160,7 @@ class Coordinator:
             return self._fence(member, why, now)
         if known is not None and known.epoch != standing.epoch:
             lost = self._fence(member, "it has restarted", now)
+            member.status, member.why = Status.FENCED, "it has restarted"  # also where it had left
             member.holds, member.serves_until = False, now
             member.standing, member.heard = standing, now
             return [*lost, *self._admit(member, now)]
@@ -137,13 +170,18 @@ class Coordinator:
         left = standing.prepared
         if left and (self.update is None or left != self.update.update_id):
             return [self._decision(name, left, now)]  # it voted after the abort, or did not hear
-        if member.status is Status.SERVING:
+        if standing.state == "leaving" and member.status is not Status.LEFT:
+            return self._leave(member, now)
+        if member.has_lease:
             if standing.state in ("dead", "closed", "broken"):
                 return self._fence(member, f"it is {standing.state}", now)
             old = grant.serial <= self._settled
             if standing.version != self.promise.version and not old and not self._may_differ(name):
                 member.holds = False
-                why = f"it has version {standing.version} by somebody else's doing"
+                why = (
+                    f"it has version {standing.version}, which this front has not committed: "
+                    "somebody has updated it at its own address"
+                )
                 return self._fence(member, why, now)
             return []
         return [*self._admit(member, now), *self._settle(now)]
@@ -151,9 +189,21 @@ class Coordinator:
     def silent(self, name: str, why: str, now: float) -> list[Action]:
         """A member did not answer an ``Ask`` or a ``Check``."""
         member = self.members.get(name)
-        if member is not None:
-            member.busy, member.why = False, why
+        if member is not None and not member.gone:
+            member.busy = False
+            member.why = member.why if member.leaves else why
         return []
+
+    def restarted(self, name: str, grant: Grant, why: str, now: float) -> list[Action]:
+        """A member refuses ``grant`` as one for another life: its process was replaced where it
+        was, as a pod is, and nobody has said so.
+        """
+        member = self.members.get(name)
+        if member is None or member.standing is None or member.standing.epoch != grant.epoch:
+            return self.silent(name, why, now)
+        lost = self._fence(member, "it has restarted", now)
+        fresh = self.members[name] = Member(name, granted=member.granted)
+        return [*lost, self._ask(fresh, now), *self._settle(now)]
 
     def checked(
         self, name: str, version: int, digest: int, now: float, adapters: Adapters = ()
@@ -162,9 +212,11 @@ class Coordinator:
         those that are in the digest.
         """
         member = self.members.get(name)
-        if member is None:
+        if member is None or member.gone:
             return []
         member.busy = False
+        if member.leaves:
+            return []
         live = self.promise
         if (version, digest) == (live.version, live.digest) and member.status is not Status.SERVING:
             if self.update is not None and self.update.phase is not Phase.STAGING:
@@ -192,10 +244,12 @@ class Coordinator:
         """Time has passed: grants, members that were not heard of, decisions told again."""
         actions: list[Action] = []
         for member in self.members.values():
-            serving = member.status is Status.SERVING
+            serving = member.has_lease
             if serving and now >= member.serves_until:
                 why = f"it was not heard of for {now - member.heard:.3g} s"
                 actions += self._fence(member, f"{why}: {member.why}" if member.why else why, now)
+            elif member.gone:
+                continue
             elif now - member.asked >= self.lease / (4 if serving else 2) and not member.busy:
                 actions.append(self._ask(member, now))
         update = self.update
@@ -255,15 +309,21 @@ class Coordinator:
             )
         members = self.serving
         if len(members) < self.quorum:
-            raise EngineClosed(
+            raise TransferFailed(
                 f"{len(members)} of the fleet's {len(self.members)} members serve, and a commit "
-                f"needs {self.quorum}: {self.whys() or 'none was added'}"
+                f"needs {self.quorum}: {self.whys() or 'none was added'}; version {live} serves on "
+                "(send the update again once enough of them do)"
             )
         self._begun, reversible = True, reversible and not back
         if joins:
             members += [m.name for m in self.members.values() if self._may_join(m, now)]
         left = dict.fromkeys(members, False)
-        self.update = Update(update_id, version, left, back=back, reversible=reversible)
+        gone = [m.name for m in self.members.values() if m.leaves]
+        gone += [name for name in self._removed if name not in self.members]
+        self.update = Update(
+            update_id, version, left, back=back, reversible=reversible,
+            lost=dict.fromkeys(gone, HAS_LEFT),
+        )  # fmt: skip
         return members, version
 
     def kept_out(self, now: float) -> list[str]:
@@ -319,7 +379,7 @@ class Coordinator:
         actions = self._tell_commits(update, now)
         for member in self.members.values():
             member.holds, member.not_before = False, now
-            if member.name not in update.left and member.status is Status.SERVING:
+            if member.name not in update.left and member.has_lease:
                 why = update.lost.get(member.name, "it took no part in the last commit")
                 actions += [*self._fence(member, why, now), self._ask(member, now)]
         return [*actions, *self._settle(now)]
@@ -347,7 +407,7 @@ class Coordinator:
             update.left[name] = True
             if (member := self.members.get(name)) is not None:
                 member.holds = True
-                if member.status is not Status.SERVING:
+                if not member.has_lease:
                     member.asked = float("-inf")  # it may as soon as it has been asked
         elif final:
             return self._lose(name, why, now)
@@ -369,7 +429,7 @@ class Coordinator:
             return Ask(member.name, grant)
         returns = None if self._begun else standing.clock + self.lease
         grant = replace(grant, returns=returns)
-        if member.status is not Status.SERVING:
+        if not member.has_lease:
             return Ask(member.name, replace(grant, epoch=standing.epoch, until=0.0))
         if self._in_doubt(member.name):
             return Ask(member.name, replace(grant, returns=None))
@@ -398,6 +458,8 @@ class Coordinator:
         """What a member needs that stands and does not serve."""
         standing, live = member.standing, self.promise
         assert standing is not None
+        if member.leaves:
+            return []
         update = self.update
         if standing.state not in ("running", "fenced", "paused", "asleep") or member.busy:
             member.why = member.why if member.busy else f"it is {standing.state}"
@@ -411,7 +473,8 @@ class Coordinator:
             return [Check(member.name)]
         if standing.version > live.version:
             member.why = (
-                f"its version {standing.version} is above the fleet's {live.version}: restart it"
+                f"its version {standing.version} is above the fleet's {live.version}: it was "
+                "updated at its own address: restart it"
             )
             return []
         return self._fill(member, now)
@@ -447,7 +510,7 @@ class Coordinator:
         who is bringing it up to date gives way to the update.
         """
         standing = member.standing
-        if standing is None or member.status is Status.SERVING:
+        if standing is None or member.leaves or member.status is Status.SERVING:
             return False
         if standing.prepared and not member.holds:
             return False  # by what was last heard; one that holds what is live has committed since
@@ -471,21 +534,35 @@ class Coordinator:
         return []
 
     def _fence(self, member: Member, why: str, now: float) -> list[Action]:
-        member.status, member.why = Status.FENCED, why
-        return self._lose(member.name, why, now)
+        _end(member, why)
+        return self._lose(member.name, member.why, now)
+
+    def _leave(self, member: Member, now: float) -> list[Action]:
+        """One that is about to end, or is to go, says where it stands."""
+        if not member.has_lease:
+            member.status, member.holds = Status.LEFT, False
+            return [*self._fence(member, HAS_LEFT, now), *self._settle(now)]
+        if member.status is Status.SERVING:
+            member.status, member.why = Status.LEAVING, HAS_LEFT
+            return [self._ask(member, now)]
+        standing, update = member.standing, self.update
+        runs = standing is None or standing.running or standing.waiting
+        if runs or (update is not None and member.name in update.left):
+            return []
+        return [*self._fence(member, HAS_LEFT, now), self._ask(member, now), *self._settle(now)]
 
     def _lose(self, name: str, why: str, now: float) -> list[Action]:
         update = self.update
         if update is None or name not in update.left:
             return []
         del update.left[name]
-        update.lost[name] = why
+        member = self.members.get(name)
+        update.lost[name] = why = HAS_LEFT if member is not None and member.leaves else why
         if update.phase is Phase.STAGING:
             return self._judge(update, now)
         actions: list[Action] = []
-        member = self.members.get(name)
-        if member is not None and member.status is Status.SERVING:
-            member.status, member.why = Status.FENCED, why
+        if member is not None and member.has_lease:
+            _end(member, why)
             actions.append(self._ask(member, now))
         return [*actions, *(self._settle(now) if update.phase is Phase.COMMITTING else ())]
 
@@ -533,7 +610,7 @@ class Coordinator:
         if not all(update.left.values()):
             return []
         # What was asked meanwhile may have been answered before its member had committed.
-        self.update, self._settled = None, self._serial
+        self.update, self._settled, self._removed = None, self._serial, []
         return [Ended(update.update_id, True, lost=update.lost)]
 
     def _refound(self, now: float) -> list[Action]:
@@ -544,10 +621,11 @@ class Coordinator:
         if now < self._before or any(m.holds or m.busy or now < m.serves_until for m in members):
             return []
         # What was asked before is of no use: it may have voted for what is promised since.
-        new = (m for m in members if m.answered > self._settled)
+        new = (m for m in members if m.answered > self._settled and not m.leaves)
         standings = [m.standing for m in new if m.standing is not None]
         ours = self.promise.version or self.promise.digest
-        if not standings or (ours and len(standings) < len(self.members)):
+        stay = sum(not (m.gone or m.leaves) for m in members)
+        if not standings or (ours and len(standings) < stay):
             return []  # whoever does not answer may hold it
         best = max(s.version for s in standings)
         if best == self.promise.version or any(s.prepared for s in standings):
@@ -558,6 +636,14 @@ class Coordinator:
             adapters=(), adapters_before=(),
         )  # fmt: skip
         return [Write(self._founding)]
+
+
+def _end(member: Member, why: str) -> None:
+    """It serves no more once it hears of it; one that leaves will not again."""
+    if member.leaves:
+        member.status, member.why, member.holds = Status.LEFT, HAS_LEFT, False
+    else:
+        member.status, member.why = Status.FENCED, why
 
 
 def _back_off(name: str, fails: int) -> float:

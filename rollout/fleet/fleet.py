@@ -18,6 +18,7 @@ from rollout.errors import (
     EngineClosed,
     EngineError,
     EngineOverloaded,
+    EngineRestarted,
     RolloutError,
     TransferFailed,
 )
@@ -124,8 +125,8 @@ class Fleet:
                     self._check_address(link)
                 old = self._links.get(link.name)
                 self._links[link.name] = link
-                self._set_quorum()
                 self._do(self._state.add(link.name, time.monotonic()))
+                self._set_quorum()
         except RolloutError:
             link.close()
             raise
@@ -137,7 +138,7 @@ class Fleet:
         with self._changed:
             link = self._links.pop(name, None)
             if link is None:
-                raise ConfigError(f"the fleet has no member {name!r:.80}")
+                raise _no_member(name)
             for action in self._state.remove(name, time.monotonic()):
                 if isinstance(action, Ask):
                     self._pool.submit(self._let_go, link, action.grant)
@@ -145,9 +146,32 @@ class Fleet:
                     self._do([action])
             self._set_quorum()
 
-    def died(self, name: str) -> None:
-        """Its process has ended, as whoever has started it sees."""
-        self._feed(lambda now: self._state.died(name, now))
+    def leave(self, name: str, notice: float) -> None:
+        """Remove a member that gets nothing new from here on, once what runs there has ended or
+        ``notice`` seconds are over; what still runs then goes on elsewhere. ``ConfigError`` for a
+        name that is none; again for one that is leaving waits for the same end.
+        """
+        with self._changed:
+            if (link := self._links.get(name)) is None:
+                raise _no_member(name)
+            self._do(self._state.leave(name, time.monotonic()))
+            self._set_quorum()
+        self.wait(lambda: self._links.get(name) is not link or not link.calls, notice)
+        with self._changed:
+            if self._links.get(name) is not link:
+                return
+            self._do(self._state.let_go(name, time.monotonic()))
+
+        def has_ended() -> bool:
+            return not link.calls and self._state.serves_none(name, time.monotonic())
+
+        self.wait(has_ended, 2 * self.lease)
+        with suppress(ConfigError):  # somebody else has
+            self.remove(name)
+
+    def died(self, name: str, why: str = "its process has ended") -> None:
+        """As whoever has started it sees: it is asked no more, until it is added again."""
+        self._feed(lambda now: self._state.died(name, now, why))
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Until ``condition()``, which is looked at after each thing that happens; whether it is
@@ -196,6 +220,12 @@ class Fleet:
     def serving(self) -> list[Link]:
         with self._changed:
             return [self._links[name] for name in self._state.serving if name in self._links]
+
+    def with_calls(self) -> list[Link]:
+        """Of members where calls may run: those that serve, and those that are about to end."""
+        with self._changed:
+            members = self._state.members
+            return [self._links[n] for n, m in members.items() if m.has_lease and n in self._links]
 
     def links(self) -> list[Link]:
         with self._changed:
@@ -428,7 +458,7 @@ class Fleet:
             log.info("member %s was let go without hearing of it: %s", link.name, error)
 
     def _set_quorum(self) -> None:
-        self._state.quorum = self._quorum or min(2, max(1, len(self._links)))
+        self._state.quorum = self._quorum or min(2, max(1, self._state.staying))
 
     def _tick(self) -> None:
         while not self._closing.wait(self.lease / 8):
@@ -443,6 +473,7 @@ class Fleet:
         with self._changed:
             if not self._closing.is_set():
                 self._do(event(time.monotonic()))
+                self._set_quorum()
             self._changed.notify_all()
 
     def _do(self, actions: Iterable[Action]) -> None:
@@ -467,6 +498,11 @@ class Fleet:
             return
         try:
             standing = link.ask(action.grant)
+        except EngineRestarted as error:
+            why = str(error)
+            restarted = self._state.restarted
+            self._feed(lambda now: restarted(action.member, action.grant, why, now))
+            return
         except RolloutError as error:
             why = str(error)
             self._feed(lambda now: self._state.silent(action.member, why, now))
@@ -581,6 +617,10 @@ class _Found:
         adapters = held_adapters(info)
         digest = digest_of_all(models, (adapter.digest for adapter in adapters))
         return cls((info.version, digest), adapters)
+
+
+def _no_member(name: str) -> ConfigError:
+    return ConfigError(f"the fleet has no member {name!r:.80}")
 
 
 def _is_member(link: Link, name: str) -> ConfigError:

@@ -10,12 +10,15 @@ from rollout.fleet.actions import Adapters
 from rollout.weight_sync.protocol.membership import Standing
 
 NEW = "it has not been heard of yet"
+HAS_LEFT = "it left"
 
 
 class Status(StrEnum):
     JOINING = "joining"
     SERVING = "serving"
     FENCED = "fenced"
+    LEAVING = "leaving"
+    LEFT = "left"
 
 
 class Phase(StrEnum):
@@ -45,6 +48,16 @@ class Member:
     fails: int = 0  # attempts in a row to bring it up to date
     not_before: float = float("-inf")  # the next of them
     why: str = NEW
+    gone: bool = False  # its process has ended
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is about to end, or has: in this life it comes back no more."""
+        return self.status in (Status.LEAVING, Status.LEFT)
+
+    @property
+    def has_lease(self) -> bool:
+        return self.status in (Status.SERVING, Status.LEAVING)
 
     @property
     def is_new(self) -> bool:

@@ -1,202 +1,281 @@
-"""Engines that the front starts itself, on its own host: started again when their process ends."""
+"""Engines that the front starts itself: so many of them run, and those that end are replaced."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
-import os
-import secrets
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TextIO
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
-
-from rollout.distributed.child_environment import child_environment
-from rollout.errors import ConfigError, WorkerDied
+from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, RolloutError
+from rollout.fleet.engine_process import START_LIMIT
 from rollout.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
-START_LIMIT = 3600.0  # seconds in which a member has to be ready
-END_WAIT = 10.0  # seconds in which a member ends by itself
 AGAIN_AFTER, AGAIN_AT_MOST = 1.0, 30.0  # seconds until one is started again
+LASTED = 60.0  # seconds after which one that ends has not failed to start
+END_WAIT = 20.0  # seconds in which threads end that have nothing to wait for
+SAYS = 30.0  # seconds between lines of the log on what has not started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """``notice``: seconds that are left to it, where its end is announced; None: it has ended."""
+
+    why: str
+    notice: float | None = None
+
+
+class Replica(Protocol):
+    """An engine that starts or runs. ``token``: by which it is reached. ``waits_for``: what keeps
+    it from starting, "" for nothing.
+    """
+
+    token: str
+    waits_for: str
+
+    def ready(self) -> str:
+        """Blocks; the address of its gRPC server. ``RolloutError`` where it has ended."""
+
+    def wait(self) -> End:
+        """Blocks until it has ended, or is about to."""
+
+    def end(self) -> None:
+        """In bounded time, and with all that it takes. Idempotent; unblocks the others."""
+
+
+class Launcher(Protocol):
+    """Where engines run."""
+
+    def launch(self, name: str) -> Replica:
+        """Does not block for long."""
 
 
 class Replicas:
-    """``count`` processes of ``rollout serve MODEL FLAGS``, members of ``fleet``.
-
-    They listen on loopback with a token that nobody else is told, and end with this process,
-    however it ends. One that ends is started again, later each time it has not lasted.
+    """``count`` engines of one ``launcher``, members of ``fleet``; between ``least`` and ``most``
+    of them as ``scale`` says. One that ends is started again, later each time it has not lasted.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        model: str,
-        flags: Sequence[str],
+        launcher: Launcher,
         count: int,
-        gpus: Sequence[Sequence[str]] = (),
-        journal: Path | None = None,
+        *,
+        least: int = 1,
+        most: int | None = None,
+        enough: int | None = None,
+        start_timeout: float = START_LIMIT,
     ) -> None:
-        """``gpus``: those of each replica, as CUDA_VISIBLE_DEVICES names them; () is on CPUs.
-        ``journal``: a directory, in which each replica has one of its name.
+        """``most``: None is ``count``. ``enough``: how many have to be ready within
+        ``start_timeout`` seconds for ``start`` to return; None is all.
         """
-        self._journal = journal
-        self._fleet, self._count = fleet, count
-        self._gpus = {_name(n): ",".join(each) for n, each in enumerate(gpus)}
-        self._command = [
-            sys.executable, "-P", "-m", "rollout", "serve", model, "--host", "127.0.0.1",
-            "--port", "0", "--grpc-port", "0", "--exit-with-stdin", *flags,
-        ]  # fmt: skip
-        self._token = secrets.token_hex(16)
-        self._processes: dict[str, subprocess.Popen[str]] = {}
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._watchers: list[threading.Thread] = []
+        most = count if most is None else most
+        if not 1 <= least <= count <= most:
+            raise ConfigError(
+                f"{count} replicas, between {least} and {most}: give 1 or more, and a number "
+                "between the least and the most"
+            )
+        self.least, self.most = least, most
+        self._fleet, self._launcher, self._first = fleet, launcher, count
+        self._enough = count if enough is None else min(enough, count)
+        self._start_timeout = start_timeout
+        self._numbers = itertools.count()
+        self._wanted: dict[str, threading.Thread] = {}
+        self._ended: list[threading.Thread] = []
+        self._running: dict[str, Replica] = {}
+        self._ready: set[str] = set()
+        self._failure: BaseException | None = None
+        self._starting = self._closing = False
+        self._changed = threading.Condition(threading.RLock())
 
     def start(self) -> None:
-        """Blocks until all are ready; the first one's failure is raised, and ends the others."""
-        names = [_name(index) for index in range(self._count)]
-        with ThreadPoolExecutor(self._count) as pool:
-            try:
-                addresses = list(pool.map(self._spawn, names))
-            except BaseException:
-                self.close()
-                raise
-        for name, address in zip(names, addresses, strict=True):
-            self._fleet.add(address, self._token, name)
-            watcher = threading.Thread(
-                target=self._watch, args=(name,), name=f"rollout-{name}", daemon=True
+        """Blocks until enough are ready. The first failure of one is raised, and what keeps them
+        after ``start_timeout`` (``DeadlineExceeded``); either ends the others.
+        """
+        deadline = time.monotonic() + self._start_timeout
+        self._starting = True
+        try:
+            self.scale(self._first)
+            with self._changed:
+                while not self._changed.wait_for(
+                    self._is_decided, min(SAYS, max(deadline - time.monotonic(), 0.0))
+                ):
+                    if time.monotonic() >= deadline:
+                        raise DeadlineExceeded(
+                            f"{self._few()} after start_timeout="
+                            f"{self._start_timeout:g} s: {self.whys()}"
+                        )
+                    log.warning("%s: %s", self._few(), self.whys())
+                self._starting = False
+                if self._failure is not None:
+                    raise self._failure
+                if self._closing:
+                    raise EngineClosed("the fleet was closed while it started")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def count(self) -> int:
+        """How many there are to be."""
+        return len(self._wanted)
+
+    def scale(self, count: int) -> None:
+        """Have ``count`` of them, which takes its time: new ones get the live weights from another
+        before they serve, and of those that are too many the last leave the fleet and end.
+        """
+        if not self.least <= count <= self.most:
+            raise ConfigError(
+                f"{count} replicas: this fleet may have {self.least} to {self.most}, as it was "
+                "started with --min-replicas and --max-replicas"
             )
-            self._watchers.append(watcher)
-            watcher.start()
+        with self._changed:
+            while len(self._wanted) < count:
+                self._add()
+            while len(self._wanted) > count:
+                # Who does not run yet gives up nothing.
+                names = sorted(self._wanted, key=lambda n: (n in self._ready, -_number(n)))
+                self._spare(names[0], End(why="there are fewer replicas now", notice=0.0))
+
+    def whys(self) -> str:
+        """What keeps those that are not ready."""
+        with self._changed:
+            rows = self.starting()
+        return "; ".join(f"{name}: {why or 'it is loading'}" for name, why in rows.items())
+
+    def starting(self) -> dict[str, str]:
+        """Those that are not ready, and what for they wait."""
+        with self._changed:
+            late = [name for name in self._wanted if name not in self._ready]
+            return {
+                name: self._running[name].waits_for if name in self._running else ""
+                for name in late
+            }
 
     def close(self) -> None:
-        """End all; those that do not end by themselves are killed. Idempotent."""
-        self._closing.set()
-        with self._lock:
-            processes = list(self._processes.values())
-        for process in processes:
-            if process.stdin is not None:
-                process.stdin.close()  # by which they end
-        deadline = time.monotonic() + END_WAIT
-        for process in processes:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-        for watcher in self._watchers:
-            watcher.join(END_WAIT)
-
-    def pids(self) -> dict[str, int]:
-        with self._lock:
-            return {name: process.pid for name, process in self._processes.items()}
+        """End all. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            running = list(self._running.values())
+            threads = [*self._wanted.values(), *self._ended]
+        if running:
+            with ThreadPoolExecutor(len(running)) as pool:
+                list(pool.map(lambda replica: replica.end(), running))
+        for thread in threads:
+            thread.join(END_WAIT)
 
     # ---- helpers ----
 
-    def _spawn(self, name: str) -> str:
-        """The gRPC address of a new process; ``WorkerDied`` where it did not become ready."""
-        settings = {"ROLLOUT_TOKEN": self._token}
-        if name in self._gpus:
-            settings["CUDA_VISIBLE_DEVICES"] = self._gpus[name]
-        environment = child_environment(settings)
-        process = subprocess.Popen(
-            [*self._command, *self._own_flags(name)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace", env=environment,
-            start_new_session=True,  # Ctrl-C is ours to tell them of
-        )  # fmt: skip
-        assert process.stderr is not None
-        threading.Thread(
-            target=pass_on, args=(name, process.stderr), name=f"rollout-{name}-log", daemon=True
-        ).start()
-        with self._lock:
-            self._processes[name] = process
-        if self._closing.is_set() and process.stdin is not None:
-            process.stdin.close()
-        assert process.stdout is not None
-        late = threading.Timer(START_LIMIT, process.kill)
-        late.daemon = True
-        late.start()
-        words = process.stdout.readline().split()
-        late.cancel()
-        if len(words) != 3 or words[0] != "ready":
-            process.kill()
-            status = process.wait()
-            raise WorkerDied(
-                f"{name} ended with status {status} before it was ready; its own log, above, says "
-                "why"
-            )
-        return words[2].removeprefix("grpc=")
+    def _is_decided(self) -> bool:
+        return self._closing or self._failure is not None or len(self._ready) >= self._enough
 
-    def _own_flags(self, name: str) -> list[str]:
-        """A journal has one writer, which forgets what is oldest."""
-        return [] if self._journal is None else ["--journal", str(self._journal / name)]
+    def _few(self) -> str:
+        return f"{len(self._ready)} of {self.count} replicas are ready, {self._enough} are needed"
 
-    def _watch(self, name: str) -> None:
-        """Start ``name`` again whenever its process has ended."""
+    def _add(self) -> None:
+        name = f"replica-{next(self._numbers)}"
+        self._wanted[name] = self._thread(name, lambda: self._keep(name))
+
+    def _spare(self, name: str, end: End) -> None:
+        """``name`` is wanted no more, and ends when it has left the fleet."""
+        self._ended = [thread for thread in self._ended if thread.is_alive()]
+        self._ended += [self._wanted.pop(name), self._thread(name, lambda: self._let_go(name, end))]
+        self._changed.notify_all()
+
+    def _thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name=f"rollout-{name}", daemon=True)
+        thread.start()
+        return thread
+
+    def _is_over(self, name: str) -> bool:
+        failed = self._starting and self._failure is not None  # which ends them all
+        return failed or self._closing or name not in self._wanted
+
+    def _keep(self, name: str) -> None:
+        """Have ``name`` run for as long as it is wanted."""
         pause = AGAIN_AFTER
         while True:
-            with self._lock:
-                process = self._processes[name]
             began = time.monotonic()
-            status = process.wait()
-            if self._closing.is_set():
-                return
-            log.error("%s ended with status %d; another is started", name, status)
-            self._fleet.died(name)
-            pause = AGAIN_AFTER if time.monotonic() - began > 60 else min(2 * pause, AGAIN_AT_MOST)
-            while not self._closing.wait(pause):
-                try:
-                    address = self._spawn(name)
-                except (OSError, WorkerDied) as error:
-                    log.error("%s could not be started again: %s", name, error)
-                    pause = min(2 * pause, AGAIN_AT_MOST)
-                    continue
-                self._fleet.add(address, self._token, name)
-                break
+            end = self._run(name)
+            with self._changed:
+                if self._is_over(name):
+                    return
+                if end.notice is not None:  # another is started at once, where it will stay
+                    log.warning("%s: %s; another is started", name, end.why)
+                    self._add()
+                    self._spare(name, end)
+                    return
+                lasted = time.monotonic() - began > LASTED
+                pause = AGAIN_AFTER if lasted else min(2 * pause, AGAIN_AT_MOST)
+                log.error("%s: %s; another is started in %g s", name, end.why, pause)
+                if self._changed.wait_for(lambda: self._is_over(name), pause):
+                    return
+
+    def _run(self, name: str) -> End:
+        """Once, until its end or the notice of it."""
+        replica: Replica | None = None
+        end = End(why="it was not started")
+        try:
+            replica = self._launcher.launch(name)
+            with self._changed:
+                self._running[name] = replica
+                over = self._is_over(name)
+            if over:
+                return end
+            address = replica.ready()
+            with self._changed:
+                if self._is_over(name):
+                    return end
+                self._fleet.add(address, replica.token, name)
+                self._ready.add(name)
+                self._changed.notify_all()
+            end = replica.wait()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is started again
+            end = End(why=str(error) or type(error).__name__)
+            with self._changed:
+                if self._starting and self._failure is None:
+                    self._failure = error
+                    self._changed.notify_all()
+        finally:
+            if end.notice is None:
+                self._gone(name, replica, end.why)
+        return end
+
+    def _gone(self, name: str, replica: Replica | None, why: str) -> None:
+        if replica is not None:
+            with suppress(Exception):  # of what has ended, or cannot be reached
+                replica.end()
+        with self._changed:
+            self._running.pop(name, None)
+            if name in self._ready:
+                self._ready.discard(name)
+                with suppress(RolloutError):
+                    self._fleet.died(name, why)
+
+    def _let_go(self, name: str, end: End) -> None:
+        """Out of the fleet, and then ended."""
+        with self._changed:
+            replica = self._running.get(name)
+            self._ready.discard(name)
+        with suppress(RolloutError):  # it was no member yet
+            self._fleet.remove(name)
+        self._gone(name, replica, end.why)
 
 
-def pass_on(name: str, lines: TextIO) -> None:
-    """The lines of a replica's log on our own, each behind its name; until there are no more."""
-    with lines, contextlib.suppress(ValueError, OSError):  # ours may be closed before theirs
-        for line in lines:
-            sys.stderr.write(f"{name}: {line.removesuffix(chr(10))}\n")
-            sys.stderr.flush()
+def describe(replicas: Replicas) -> dict[str, Any]:
+    """For people."""
+    return {
+        "count": replicas.count, "min": replicas.least, "max": replicas.most,
+        "starting": replicas.starting(),
+    }  # fmt: skip
 
 
-def _name(index: int) -> str:
-    return f"replica-{index}"
-
-
-def gpus_each(visible: Sequence[str], count: int, ranks: int) -> list[list[str]]:
-    """``ranks`` of the ``visible`` GPUs for each of ``count`` replicas; ``ConfigError`` where they
-    do not suffice.
-    """
-    if len(visible) < count * ranks:
-        raise ConfigError(
-            f"{count} replicas of {ranks} ranks need {count * ranks} GPUs, and {len(visible)} are "
-            "visible: start fewer, or engines of your own and `rollout fleet` over them"
-        )
-    return [list(visible[n * ranks : (n + 1) * ranks]) for n in range(count)]
-
-
-def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them, or would."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [name for name in named.split(",") if name.strip()]
-    return [str(index) for index in range(torch.cuda.device_count())]
-
-
-def threads_each(count: int) -> int:
-    """Of the processors that this process may use, an equal share for each replica."""
-    return max(1, len(os.sched_getaffinity(0)) // count)
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from typing import Protocol
 
 from rollout.fleet.simulated_member import SimulatedMember
 
+DRAWN = ("crash", "cut", "mute", "stop", "jump", "cut")  # of members, in courses of a seed
 SLOW = 40.0  # how many times as long a slow disk takes
 
 
@@ -22,7 +24,7 @@ class SimulatedFleet(Protocol):
     @property
     def coordinators(self) -> Container[int]: ...
     def later(self, delay: float, fn: Callable[..., None], *args: object) -> None: ...
-    def replace_engine(self, engine: SimulatedMember) -> None: ...
+    def replace_engine(self, engine: SimulatedMember, *, told: bool = True) -> None: ...
     def begin_life(self) -> None: ...
     def end_life(self, life: int) -> None: ...
     def forget_update(self, why: str) -> None: ...
@@ -37,7 +39,7 @@ class Faults:
         self._disk_full = self._disk_slow = 0.0  # until when
         self.of_members: dict[str, Callable[[str, float], None]] = {
             "crash": self.crash, "cut": self.cut, "mute": self.mute, "stop": self.stop,
-            "jump": self.jump,
+            "jump": self.jump, "leave": self.leave, "restart": self.restart,
         }  # fmt: skip
         self.of_all: dict[str, Callable[[float], None]] = {
             "crash coordinator": self.crash_coordinator, "usurp": self.usurp,
@@ -47,7 +49,7 @@ class Faults:
 
     def draw(self, rng: random.Random) -> None:
         """One of them, of random length."""
-        kinds = [*self.of_members, "cut", *self.of_all]
+        kinds = [*DRAWN, *self.of_all]
         kind, name = rng.choice(kinds), rng.choice(list(self._fleet.engines))
         seconds = rng.uniform(0.1, 20.0 if kind == "crash" else 8.0)
         if kind in self.of_members:
@@ -70,6 +72,21 @@ class Faults:
         if engine.up:
             engine.up, engine.dead = False, True
             fleet.later(seconds, fleet.replace_engine, engine)
+
+    def restart(self, name: str, seconds: float) -> None:
+        """As ``crash``, and nobody says that it is another process that comes."""
+        fleet = self._fleet
+        engine = fleet.engines[name]
+        if engine.up:
+            engine.up, engine.dead = False, True
+            fleet.later(seconds, partial(fleet.replace_engine, told=False), engine)
+
+    def leave(self, name: str, seconds: float) -> None:
+        """It says that it is about to end, and does so many seconds later; another comes."""
+        engine = self._fleet.engines[name]
+        if engine.up and not engine.leaving:
+            engine.leaving = True
+            self._fleet.later(seconds, self.restart, name, 1.0)
 
     def cut(self, name: str, seconds: float) -> None:
         """No message reaches it, or leaves it, for so many seconds."""

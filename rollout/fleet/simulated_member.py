@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.errors import RolloutError
+from rollout.errors import EngineRestarted, RolloutError
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
 
@@ -24,9 +24,9 @@ class SimulatedMember:
     """One life of an engine: one version live, what was live before it, at most one prepared.
 
     ``rate``: of its clock; ``ahead``: seconds by which that has jumped. ``up``: whether it runs;
-    ``dead``: it never will, another comes in its place. ``cut``: no message reaches it or leaves
-    it; ``mute``: none leaves it. ``until``: the end of its lease, by its clock. What it refuses is
-    a ``RolloutError``.
+    ``dead``: it never will, another comes in its place. ``leaving``: it is about to end. ``cut``:
+    no message reaches it or leaves it; ``mute``: none leaves it. ``until``: the end of its lease,
+    by its clock. What it refuses is a ``RolloutError``.
     """
 
     name: str
@@ -38,6 +38,7 @@ class SimulatedMember:
     fence: int = 0
     up: bool = True
     dead: bool = False
+    leaving: bool = False
     cut: bool = False
     mute: bool = False
     ahead: float = 0.0
@@ -55,12 +56,12 @@ class SimulatedMember:
     def grant(self, grant: Grant, now: float) -> Standing:
         self._see(grant.fence)
         if grant.epoch is not None and grant.epoch != self.epoch:
-            raise RolloutError("another life")
+            raise EngineRestarted("another life")
         if grant.epoch is not None and (grant.fence, grant.serial) >= self.newest:
             self.until, self.newest = grant.until, (grant.fence, grant.serial)
+        state = "leaving" if self.leaving else "running" if self.serves(now) else "fenced"
         return Standing(
-            epoch=self.epoch, clock=self.clock(now), version=self.version,
-            state="running" if self.serves(now) else "fenced",
+            epoch=self.epoch, clock=self.clock(now), version=self.version, state=state,
             prepared="" if self.prepared is None else self.prepared.update_id,
             fence=self.fence,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from rollout.errors import RolloutError
+from rollout.errors import EngineRestarted, RolloutError
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Promise, Tell, Write
 from rollout.fleet.coordinator import DRIFT, Coordinator
 from rollout.fleet.findings import Findings, Violation, Weather
@@ -255,6 +255,8 @@ class Simulation:
             if isinstance(result, Standing):
                 standing = result
                 return lambda c: c.stood(action.member, action.grant, standing, self.now)
+            if isinstance(result, EngineRestarted):
+                return lambda c: c.restarted(action.member, action.grant, str(result), self.now)
             return lambda c: c.silent(action.member, str(result), self.now)
 
         self._call(action.member, life, lambda e: e.grant(action.grant, self.now), reply)
@@ -415,13 +417,15 @@ class Simulation:
         self.faults.draw(self.rng)
         self.later(self.rng.expovariate(self.fault_rate), self._fault, left - 1)
 
-    def replace_engine(self, engine: SimulatedMember) -> None:
-        """Another process in the place of one that has ended, with the clock of its host."""
+    def replace_engine(self, engine: SimulatedMember, *, told: bool = True) -> None:
+        """Another process in the place of one that has ended, with the clock of its host; ``told``:
+        who started it says so.
+        """
         name = engine.name
         self.engines[name] = SimulatedMember(
             name=name, epoch=next(self._epochs), rate=engine.rate, ahead=engine.ahead
         )
-        for life in list(self.coordinators):
+        for life in list(self.coordinators) if told else ():
             self._feed(life, lambda c: c.died(name, self.now))
             self._feed(life, lambda c: c.add(name, self.now))
 

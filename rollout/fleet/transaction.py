@@ -11,18 +11,22 @@ from typing import Any, NoReturn
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
+    EngineClosed,
     EngineOverloaded,
+    EngineRestarted,
     LimitExceeded,
     RolloutError,
     TransferFailed,
+    WorkerDied,
 )
 from rollout.fleet.actions import Ended
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.link import Link
-from rollout.fleet.member import said
+from rollout.fleet.member import HAS_LEFT, said
 from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.messages import UpdateReceipt
 
+LOST = (EngineClosed, EngineRestarted, WorkerDied)
 REFUSALS = (ConfigError, EngineOverloaded, LimitExceeded)  # of the request: the member is well
 
 
@@ -155,7 +159,11 @@ class Transaction:
         if first is None:
             error = TransferFailed(f"the update of the fleet was aborted: {ended.reason}")
         elif isinstance(first, RolloutError):
-            error = type(first)(said({**ended.lost, **self._errors}))
+            # That a member is gone does not mean that the fleet is closed.
+            kind = TransferFailed if isinstance(first, LOST) else type(first)
+            told = said({**ended.lost, **self._errors})
+            serves = f"; the fleet's version {self._fleet.version} serves on"
+            error = kind(told + serves if kind is TransferFailed else told)
         else:
             error = first
         if not isinstance(first, ConfigError):  # as one engine, which may be asked in another way
@@ -191,6 +199,9 @@ class Transaction:
         members |= {n: "committed, its receipt was lost" for n in self.links if n not in found}
         fenced = {n: why for n, why in lost.items() if n not in found} | self._errors
         members |= {n: f"fenced: {why}"[:300] for n, why in fenced.items()}
+        members |= {n: "left" for n, why in lost.items() if why == HAS_LEFT and n not in found}
+        absent = ((str(row["name"]), row["why"]) for row in self._fleet.members())
+        members |= {n: f"took no part: {why}"[:300] for n, why in absent if n not in members}
         return replace(
             first,
             epoch=self._fleet.epoch,

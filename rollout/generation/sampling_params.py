@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
 
-from rollout.errors import InvalidRequest
+from rollout.errors import EngineRestarted, InvalidRequest
 from rollout.generation.grammar import grammar
 from rollout.generation.packed import read_experts
 from rollout.wire.spellings import SAMPLING, explains_names
@@ -19,7 +19,7 @@ MAX_STOPS = 256  # stop strings, each of at most MAX_STOP_CHARS characters
 MAX_STOP_CHARS = 4096
 MAX_TOKEN_RULES = 1 << 16  # entries of stop_token_ids, and of logit_bias
 MAX_TOP_K = (1 << 31) - 1
-MAX_NAME = 256  # characters of an adapter's
+MAX_NAME = 256  # characters of an adapter's, and of a group's
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
 
 MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler overflows
@@ -240,7 +240,14 @@ class SamplingParams:
     min_version: int | None = _param(
         None,
         _count,
-        "wait until weights of this version or a later one are live, at most the engine's timeout",
+        "wait until weights of this version or a later one are live, at most the engine's timeout; "
+        "none: a client's own, and what it has committed; 0: any",
+    )
+    min_version_epoch: int | None = _param(
+        None,
+        _count,
+        "the epoch in which `min_version` counts: an engine of another has restarted, and says so "
+        "instead of waiting; none: whichever is there",
     )
     max_staleness: int | None = _param(
         None,
@@ -253,6 +260,18 @@ class SamplingParams:
         _one_of("recompute", "finish", "abort", none=True),
         "what becomes of a sample beyond it: recompute (its KV, by the live weights), finish (with "
         "what it has) or abort; none: the engine's setting",
+    )
+    pin: bool = _param(
+        False,
+        _flag,
+        "finish on the weights that it began with, all of its samples, whatever becomes of other "
+        "requests at a commit; at most the update's `pin_timeout`",
+    )
+    group_id: str | None = _param(
+        None,
+        _name,
+        "requests of one group are pinned together: those that begin later, too, while one of them "
+        "is pinned",
     )
     adapter: str | None = _param(
         None, _name, "the adapter to answer with, which was loaded by this name; none: the base"
@@ -343,6 +362,16 @@ class SamplingParams:
             raise InvalidRequest("params must be SamplingParams, or a list of them, one per prompt")
         return params or cls()
 
+    def check_epoch(self, epoch: int) -> None:
+        """``EngineRestarted`` where its ``min_version`` counts in another one."""
+        if self.min_version_epoch not in (None, epoch):
+            raise EngineRestarted(
+                f"version {self.min_version or 0} of epoch {self.min_version_epoch} was asked for, "
+                f"and this is epoch {epoch}: the engine has restarted, its versions count anew, "
+                "and its weights are not yours until you send a full update (or set min_version "
+                "anew, and begin a new session)"
+            )
+
     def _check_contradictions(self) -> None:
         if self.greedy and self.n > 1:
             raise InvalidRequest(f"n must be 1 when using greedy sampling, got {self.n}.")
@@ -387,6 +416,8 @@ def is_int(value: Any) -> bool:
 
 def _short(value: Any) -> str:
     """For a message: a value of any size takes a line."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of {value.dtype} {list(value.shape)}"
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints

@@ -30,6 +30,7 @@ from rollout.kernels.rope_and_cache import rope_and_cache
 from rollout.kernels.sample import sample
 from rollout.kernels.scan_logits import scan_logits
 from rollout.kernels.scatter_indices import scatter_indices
+from rollout.kernels.select_tokens import select_tokens
 from rollout.kernels.silu_mul import silu_mul
 from rollout.kernels.ssd_scan import ssd_scan
 from rollout.kernels.swap_tensors import swap_tensors
@@ -66,6 +67,7 @@ __all__ = [
     "scan_logits",
     "scatter_indices",
     "segment_sums",
+    "select_tokens",
     "silu_mul",
     "ssd_scan",
     "swap_tensors",

@@ -10,6 +10,7 @@ from rollout.loader.registry import (
     portable,
     register_loader,
 )
+from rollout.loader.remote import is_remote
 from rollout.loader.sharded_state import save_shard
 from rollout.weights.files import Files
 
@@ -20,6 +21,7 @@ __all__ = [
     "Loader",
     "copy_side_files",
     "find_loader",
+    "is_remote",
     "known_formats",
     "open_checkpoint",
     "open_location",

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.loader.dummy import DummyFiles
+from rollout.loader.fast_files import FastFiles
 from rollout.loader.hub import resolve_model
 from rollout.loader.registry import LoadRequest, find_loader, register_loader
 from rollout.loader.remote import is_remote, open_remote
 from rollout.loader.sharded_state import ShardedFiles, is_sharded
 from rollout.weights import Box, LazyTensor, TensorMeta
-from rollout.weights.files import Files, codes_of, open_weights, weight_shards
+from rollout.weights.files import Files, codes_of, open_weights, unpacked, weight_shards
 from rollout.weights.packed_rows import FileCodes
 
 AHEAD = 256 << 20  # bytes that the system is asked to read before they are taken
@@ -128,6 +129,14 @@ def _files(request: LoadRequest) -> Files:
             return open_remote(request.location)
         raise ConfigError(f"{request.location}: only safetensors are read by ranges; use them")
     return open_weights(request.directory, request.load_format)[1]
+
+
+@register_loader("fastsafetensors")
+def _fast(request: LoadRequest) -> Files:
+    if is_remote(request.location):
+        raise ConfigError(f"{request.location}: fastsafetensors reads files; use safetensors")
+    _, shards = weight_shards(request.directory, "safetensors")
+    return unpacked(FastFiles(shards), request.directory)
 
 
 @register_loader("sharded_state")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
 from rollout.errors import ConfigError
+from rollout.loader.modelscope import SCHEME, fetch_modelscope
 from rollout.loader.remote import SIDE_FILES, fetch_side_files, is_remote
 from rollout.weights.files import (
     PT,
@@ -16,6 +18,11 @@ from rollout.weights.files import (
     find_shards,
 )
 
+_KINDS: Mapping[str, tuple[FileKind | None, ...]] = {
+    **dict.fromkeys(("safetensors", "fastsafetensors"), (SAFETENSORS,)),
+    "pt": (PT,),
+    "dummy": (None,),
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -25,12 +32,15 @@ def resolve_model(
     load_format: str = "auto",
     token: str | None = None,
 ) -> Path:
-    """A local directory as it is; a hub id from the cache, else downloaded into it; of a URL, one
-    with all but the weights.
+    """A local directory as it is; a hub id from the cache, else downloaded into it, and so a model
+    of ModelScope (``modelscope://owner/name``); of another URL, one with all but the weights.
 
     Only the files ``load_format`` needs are fetched; ``auto`` fetches .bin files when there are no
     safetensors. huggingface_hub's own locks let several ranks call this at once.
     """
+    kinds = _KINDS.get(load_format, (SAFETENSORS, PT))
+    if model.startswith(SCHEME):
+        return fetch_modelscope(model, revision, kinds)
     if is_remote(model):
         return fetch_side_files(model)
     path = Path(model).expanduser()
@@ -42,9 +52,8 @@ def resolve_model(
         raise ConfigError(f"{path} is a file; give the directory it lies in")
     if not _HUB_ID.fullmatch(model):
         raise ConfigError(f"{model!r} is no directory here and no hub id; check the path")
-    kinds = {"safetensors": (SAFETENSORS,), "pt": (PT,), "dummy": (None,)}
     for local in (True, False):
-        for kind in kinds.get(load_format, (SAFETENSORS, PT)):
+        for kind in kinds:
             found = _snapshot(model, revision, kind, token, local=local)
             if found is not None:
                 return found

@@ -31,8 +31,8 @@ MAX_HEADER = 100 << 20  # bytes, as safetensors itself has it
 
 
 def is_remote(model: str) -> bool:
-    """Whether ``model`` is a URL, and neither a directory nor a hub id."""
-    return "://" in model
+    """Whether ``model`` is the URL of a checkpoint that is read where it is."""
+    return "://" in model and not model.startswith("modelscope://")
 
 
 def fetch_side_files(url: str) -> Path:

@@ -90,6 +90,11 @@ class AdapterSlots:
             made: dict[str, Any] = {"dtype": model.build.dtype, "device": model.build.device}
             w13, w2 = (ParameterAdapters(p, count, rank, **made) for p in parts_of(name, layer))
             self.experts[name] = w13, w2
+        if experts and not self.experts:
+            raise ConfigError(
+                f"lora_experts=True: {model.config.architecture} has no routed experts that "
+                "adapters could change; leave it out"
+            )
         if not self.linears:
             raise ConfigError(
                 f"max_adapters: {model.config.architecture} has no linears of rollout's own, "

@@ -121,14 +121,27 @@ class BlockNorms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexArch:
+    """An index of keys chooses the tokens that a query attends to.
+
+    ``interleaved``: as of ``LatentArch``, in its queries and keys. ``shared``: some layers have
+    none, and attend to what an earlier one chose.
+    """
+
+    interleaved: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentArch:
     """Latent attention; its sizes have one name everywhere.
 
     ``interleaved``: the dimensions of a head that turn together are neighbours in the file,
-    instead of half of the turned part apart.
+    instead of half of the turned part apart. ``index``: of sparse attention.
     """
 
     interleaved: Switch = True
+    index: IndexArch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,7 @@ def make_mixer(build: Build, index: int) -> tuple[str, nn.Module]:
             return "mamba", Mamba2(build)
         return delta.name, (DeltaNetOfParts if delta.apart else GatedDeltaNet)(build)
     latent = config.latent is not None
-    return "self_attn", LatentAttention(build) if latent else Attention(build, index)
+    return "self_attn", LatentAttention(build, index) if latent else Attention(build, index)
 
 
 class LoneBlock(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from rollout.kernels.op import are_watched
 from rollout.models.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
 from rollout.models.chunks import within_chunks
-from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
 from rollout.models.instance_adapters import InstanceAdapters
 from rollout.models.layer_config import RopeConfig
 from rollout.models.layers.base import Build, Layer
@@ -123,6 +124,8 @@ class CausalLM(Model):
         """[rows, hidden size] of ``batch.logit_rows``, after the last norm; as ``forward``."""
         if self.adapters is not None:
             self.adapters.begin_step(self, batch)
+        if self.build.config.indexed_layers:
+            batch = replace(batch, chosen=ChosenTokens())
         turns = [rotary(batch.positions) for rotary in self.rotaries]
         x: Tensor = self.model.embedding(batch.input_ids)  # [T, hidden]
         if self.embedding_scale != 1:

@@ -23,8 +23,10 @@ from rollout.models.remote_code import RemoteCode
 from rollout.models.text_config import PREFIXES, text_config
 from rollout.models.transformers_cache import Kept, StateSizes
 from rollout.models.transformers_probe import probe
+from rollout.models.transformers_ranks import OverRanks
 from rollout.models.vision_config import VisionConfig, read_vision
-from rollout.weights.files.scaled import COMPRESSED, scheme_name
+from rollout.weights.files.packed_int import AWQ, COMPRESSED, GPTQ
+from rollout.weights.files.scaled import scheme_name
 
 T = TypeVar("T", bound="ModelConfig")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -45,7 +47,7 @@ class ModelConfig:
     ``pad_token_id``: its padding, behind which no last token is.
     ``quantization``: the scheme in which the files have the linears, "none" where there is none.
     ``kept``: of modules that attend by themselves, what each entry of the cache is
-    (``transformers_cache.py``).
+    (``transformers_cache.py``). ``over_ranks``: how transformers' modules are cut.
     """
 
     architecture: str
@@ -90,6 +92,7 @@ class ModelConfig:
     problem_type: str = ""
     pad_token_id: int | None = None
     kept: tuple[Kept, ...] | None = None
+    over_ranks: OverRanks | None = field(default=None, compare=False)
     quantization: str = "none"
 
     @classmethod
@@ -199,7 +202,14 @@ class ModelConfig:
         """
         if self.latent is not None:
             return 1, 1, self.latent.cached
+        if self.over_ranks is not None:
+            return 2, self.over_ranks.kv_heads(size), self.head_dim
         return 2, max(1, self.num_kv_heads // size), self.head_dim
+
+    @property
+    def indexed_layers(self) -> tuple[int, ...]:
+        """Those that keep keys of an index, ``latent.index.dim`` elements a token, on each rank."""
+        return self.latent.index.layers if self.latent and self.latent.index else ()
 
     def check_blocks(self, block_size: int) -> None:
         """Raise ``ConfigError`` where a block of the KV cache would lie in two chunks."""
@@ -210,17 +220,33 @@ class ModelConfig:
                 )
 
     def check_tensor_parallel(self, size: int, expert_parallel: bool = False) -> None:
-        """Raise ``ConfigError`` unless this model divides over ``size`` ranks.
+        """Raise ``ConfigError``, with the sizes that work, unless this model divides over ``size``
+        ranks.
 
         KV heads divide, or are replicated when ``size`` is a multiple of them; the vocabulary is
         padded and always divides. With ``expert_parallel`` whole experts are dealt out instead of
         a part of each: any number of them that leaves no rank without one.
         """
-        if self.hf_values is not None and size > 1:
-            raise ConfigError(
-                f"{self.architecture} runs as transformers' modules, on one rank; tensor parallel "
-                f"size is {size}"
-            )
+        if self.over_ranks is not None:
+            self.over_ranks.kv_heads(size)
+            return
+        try:
+            self._check_size(size, expert_parallel)
+        except ConfigError as error:
+            fitting = [n for n in range(1, self.num_heads + 1) if self._fits(n, expert_parallel)]
+            if not fitting:
+                raise
+            sizes = ", ".join(map(str, fitting))
+            raise ConfigError(f"{str(error).rstrip('.')}. Sizes that work: {sizes}.") from None
+
+    def _fits(self, size: int, expert_parallel: bool) -> bool:
+        try:
+            self._check_size(size, expert_parallel)
+        except ConfigError:
+            return False
+        return True
+
+    def _check_size(self, size: int, expert_parallel: bool) -> None:
         self._check_experts(size, expert_parallel)
         if self.num_heads % size:
             raise ConfigError(
@@ -353,6 +379,7 @@ def _by_transformers(
         hf_values=found.values,
         code=code,
         kept=found.kept,
+        over_ranks=OverRanks(whole=found, code=code),
     )
 
 
@@ -403,10 +430,11 @@ def _refuse_unsupported(read: Reader) -> None:
         raise ConfigError(f"{read.file}: clip_qkv is not supported; use a checkpoint without it")
     packed = values.get("quantization_config")
     method = packed.get("quant_method") if isinstance(packed, Mapping) else None
-    if packed and method not in ("mxfp4", "fp8", COMPRESSED):
+    if packed and method not in ("mxfp4", "fp8", COMPRESSED, GPTQ, AWQ):
         raise ConfigError(
             f"{read.file}: quantization_config is not supported, but for fp8 weights, mxfp4 "
-            "experts and compressed-tensors in 8 bits; use an unquantised checkpoint"
+            "experts, GPTQ, AWQ and compressed-tensors in 8 bits or packed; use an unquantised "
+            "checkpoint"
         )
 
 

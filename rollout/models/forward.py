@@ -16,6 +16,17 @@ class VisualRows:
     features: Tensor  # [parts, 1 + levels, hidden]: embeddings, what is added behind early blocks
 
 
+@dataclass(slots=True)
+class ChosenTokens:
+    """What an index chose in this step, handed from its layer to those behind that have none.
+
+    As ``kernels.select_tokens`` returns it; None where each token attends to all before it.
+    """
+
+    slots: Tensor | None = None  # [tokens, most] int32
+    counts: Tensor | None = None  # [tokens] int32
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Tokens of several sequences, concatenated; prefill chunks and decodes are not told apart.
@@ -40,6 +51,7 @@ class ForwardBatch:
     state_slots: Tensor | None = None  # [sequences] int32: of recurrent states, where there are any
     adapter_rows: Tensor | None = None  # int32: the tokens that have adapters, where there are any
     adapter_tiles: Tensor | None = None  # [tiles, 3] int32: (slot, start, stop) of adapter_rows
+    chosen: ChosenTokens | None = None  # of sparse attention
 
 
 class RoutedExperts:
@@ -77,9 +89,10 @@ class LayerKV:
     Of a layer with a recurrent state ``k`` is the inputs that its convolution still needs, ``v``
     the state, of each slot: [slots, channels of this rank, width - 1], and float32
     [slots, heads of this rank, size of a key, dim]. ``beside``: those of a
-    layer that has pages, too.
+    layer that has pages, too. ``index``: keys by which sparse attention chooses its tokens.
     """
 
     k: Tensor  # [num_blocks, kv_heads of this rank, block_size, head_dim]
     v: Tensor  # the same
     beside: LayerKV | None = None
+    index: Tensor | None = None  # [num_blocks, 1, block_size, its own dim]

@@ -16,8 +16,8 @@ from rollout.errors import ConfigError
 from rollout.models.config import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
+from rollout.models.transformers_interface import EAGER, NAME, Step
 from rollout.models.transformers_passes import Together
-from rollout.models.transformers_probe import EAGER, NAME, Step
 
 # Tokens of each step: of two sequences alike, and a shorter one between them.
 STEPS = ((9, 4, 9), (4, 4, 4), (1, 1, 1))
@@ -146,12 +146,12 @@ def _small_cache(model: Judged) -> list[LayerKV]:
     """Pages of one position, and slots of states."""
     config, build = model.config, model.build
     sequences, tokens = len(STEPS[0]), sum(map(sum, STEPS))
-    _, heads, dim = config.cached_heads(1)
+    _, heads, dim = config.cached_heads(build.tp.size)
     pages = torch.zeros(tokens, heads, 1, dim, dtype=build.dtype, device=build.device)
     kv = [LayerKV(pages.clone(), pages.clone()) for _ in range(config.num_layers)]
     for layer in config.recurrent_layers:
         assert config.recurrence is not None
-        inputs, state = config.recurrence.state_shapes(1)
+        inputs, state = config.recurrence.state_shapes(build.tp.size)
         kv[layer] = LayerKV(
             torch.zeros(sequences, *inputs, dtype=build.dtype, device=build.device),
             torch.zeros(sequences, *state, device=build.device),

@@ -20,13 +20,11 @@ from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.module_map import replace_modules
 from rollout.models.transformers_cache import PassCache
+from rollout.models.transformers_interface import EAGER, NAME, AttentionCall, bind
 from rollout.models.transformers_judge import judge
 from rollout.models.transformers_passes import Pass, Together, passes
+from rollout.models.transformers_plan import cut, cut_table
 from rollout.models.transformers_probe import (
-    EAGER,
-    NAME,
-    AttentionCall,
-    bind,
     cache_argument,
     construct,
     load_class,
@@ -39,7 +37,7 @@ from rollout.weights.names import weight_dtype
 
 
 class TransformersCausalLM(Model):
-    """One rank's instance.
+    """One rank's instance; over several it is cut by transformers' plan (``transformers_plan.py``).
 
     Weights come through slots as anywhere: the parameters, and the buffers that files have, in the
     spelling of the files or of the modules. After the first load its logits are compared with those
@@ -47,17 +45,13 @@ class TransformersCausalLM(Model):
     they seem is refused instead of served.
     """
 
-    def __init__(self, build: Build, max_len: int, inner: nn.Module | None = None) -> None:
+    def __init__(
+        self, build: Build, max_len: int, made: tuple[nn.Module, WeightTable] | None = None
+    ) -> None:
         super().__init__(build, max_len)
         config = build.config
-        assert config.hf_values is not None
-        self._checked = inner is not None
-        if inner is None:
-            kind, values = load_class(config.hf_values, config.architecture, config.code)
-            attention = EAGER if config.kept is not None else NAME
-            inner = construct(kind, values, build.dtype, build.device, attention)
-            replace_modules(inner, config.modules)
-            _own_buffers(inner, build.dtype)
+        self._checked = made is not None
+        inner, self.table = made or _made(build)
         self.inner = inner
         self._keeps_rows = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self.step = _Pages()
@@ -65,7 +59,6 @@ class TransformersCausalLM(Model):
         self.together = Together.PADDED
         if config.kept is None:
             bind(inner, self.step)
-        self.table = _table(inner)
         check_table(self.table)
         body: Any = inner
         self.gives_hidden_states = body.base_model is not inner
@@ -98,12 +91,15 @@ class TransformersCausalLM(Model):
         return logits, torch.cat(seen)[tokens.argsort()[batch.logit_rows]]
 
     def after_load(self) -> None:
+        for name, spec in self.table.params.items():
+            for box in spec.padding:
+                self.inner.get_parameter(name).data[box.slices] = 0
         if not self._checked and self.build.device.type != "meta":
             judge(self)
             self._checked = True
 
     def empty_like(self) -> Self:
-        fresh = type(self)(self.build, self.max_len, copy.deepcopy(self.inner))
+        fresh = type(self)(self.build, self.max_len, (copy.deepcopy(self.inner), self.table))
         fresh.token_wise, fresh.together = self.token_wise, self.together
         return fresh
 
@@ -192,6 +188,19 @@ def _widened(x: Tensor, width: int) -> Tensor:
     """Zeros behind each head change no product and no sum."""
     missing = width - x.shape[-1]
     return nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _made(build: Build) -> tuple[nn.Module, WeightTable]:
+    """The modules, with this rank's parts of the parameters, and what goes there."""
+    config, alone = build.config, build.tp.size == 1
+    assert config.hf_values is not None
+    kind, values = load_class(config.hf_values, config.architecture, config.code)
+    attention = EAGER if config.kept is not None else NAME
+    inner = construct(kind, values, build.dtype, build.device, attention, hollow=not alone)
+    replace_modules(inner, config.modules)
+    _own_buffers(inner, build.dtype)
+    table = _table(inner)
+    return inner, table if alone else cut_table(table, cut(inner, build.tp, build.device))
 
 
 def _own_buffers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,59 +1,32 @@
-"""Architectures that run as transformers' own modules, with attention over our pages.
-
-transformers' models call attention through one interface by name. Under ours, ``rollout``, the
-modules of a model hand queries, keys and values to a ``Step``: one that notes their shapes (here),
-or one that attends over pages (``transformers_lm.py``).
-"""
+"""Architectures that run as transformers' own modules: what these cache, or why they cannot run."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.models.remote_code import MODEL, RemoteCode, auto_map
 from rollout.models.transformers_cache import Kept, what_is_kept
+from rollout.models.transformers_interface import EAGER, KINDS, NAME, AttentionCall, bind, register
+from rollout.models.transformers_plan import NO_PLAN, cut, plan_of
 from rollout.weights.names import weight_dtype
 
-NAME = "rollout"
-EAGER = "eager"
 UNBOUNDED = 1 << 20  # tokens, of models that have no positions
-KINDS = ("full_attention", "sliding_attention")
 _BY_LENGTH = frozenset(("dynamic", "longrope"))  # ropes that are chosen anew in each pass
 TOKENS = 5  # of the pass without memory that shows the shapes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
-    """What one module asks for: [1, heads, T, dim] each; see ``paged_attention`` for the rest."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    window: int
-    softcap: float
-    sinks: Tensor | None
-
-
-class Step(Protocol):
-    """Attention of one model's modules, in the order in which they call.
-
-    ``positions``: [1, T] of the step; None where the modules count by themselves.
-    """
-
-    positions: Tensor | None
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """[1, T, heads, dim of the values]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +43,8 @@ class Probed:
     head_dim: int  # the largest, of keys or values
     max_position_embeddings: int
     tied: bool
+    plan: Mapping[str, str]  # of tensor parallelism: module or parameter -> kind
+    calls: tuple[tuple[int, int, int], ...] = ()  # of attention: heads, KV heads, largest dim
     kept: tuple[Kept, ...] | None = None  # by modules that attend by themselves
 
 
@@ -89,11 +64,20 @@ def probe(
         return _by_cache(kind, config, values, architecture)
 
 
+def probe_part(whole: Probed, ranks: int, code: RemoteCode | None) -> Probed:
+    """What ``probe`` found, of the modules of one of ``ranks``, cut by their plan."""
+    if not whole.plan:
+        raise ConfigError(NO_PLAN)
+    kind, config = _classes(whole.values, whole.architecture, "config.json", code)
+    found = _by_interface if whole.kept is None else _by_cache
+    return found(kind, config, whole.values, whole.architecture, ranks)
+
+
 def _by_interface(
-    kind: type[Any], config: Any, values: Mapping[str, Any], architecture: str
+    kind: type[Any], config: Any, values: Mapping[str, Any], architecture: str, ranks: int = 1
 ) -> Probed:
     refuse_interface(kind, config, architecture)
-    model = _hollow(kind, config, architecture, NAME)
+    model = _hollow(kind, config, architecture, NAME, ranks)
     seen, convolved = _Shapes(), list[nn.Module]()
     bind(model, seen)
     for module in model.modules():
@@ -112,16 +96,19 @@ def _by_interface(
         num_heads=max(heads for heads, _, _ in seen.calls),
         num_kv_heads=max(kv_heads for _, kv_heads, _ in seen.calls),
         head_dim=max(dim for *_, dim in seen.calls),
+        calls=tuple(seen.calls),
     )
 
 
-def _by_cache(kind: type[Any], config: Any, values: Mapping[str, Any], architecture: str) -> Probed:
+def _by_cache(
+    kind: type[Any], config: Any, values: Mapping[str, Any], architecture: str, ranks: int = 1
+) -> Probed:
     """Of modules that attend by themselves: what they put into a cache of transformers'."""
     from transformers import DynamicCache
 
     if getattr(kind, "_is_stateful", False) and not getattr(config, "layer_types", None):
         raise ConfigError(f"{architecture}: it has states beside the KV cache")
-    model = _hollow(kind, config, architecture, EAGER)
+    model = _hollow(kind, config, architecture, EAGER, ranks)
     try:
         cache = DynamicCache(config=config)
     except Exception as error:
@@ -150,14 +137,20 @@ def _by_cache(kind: type[Any], config: Any, values: Mapping[str, Any], architect
     )
 
 
-def _hollow(kind: type[Any], config: Any, architecture: str, attention: str) -> nn.Module:
+def _hollow(
+    kind: type[Any], config: Any, architecture: str, attention: str, ranks: int
+) -> nn.Module:
+    meta = torch.device("meta")
     try:
-        return construct(kind, config, torch.float32, torch.device("meta"), attention)
+        model = construct(kind, config, torch.float32, meta, attention)
     except Exception as error:
         raise ConfigError(
             f"{architecture}: its modules cannot be made of this config "
             f"({type(error).__name__}: {str(error)[:200]})"
         ) from error
+    if ranks > 1:
+        cut(model, TensorParallel(0, ranks), meta)
+    return model
 
 
 def _run_without_memory(model: nn.Module, architecture: str, **how: Any) -> None:
@@ -165,12 +158,16 @@ def _run_without_memory(model: nn.Module, architecture: str, **how: Any) -> None
     positions = torch.arange(TOKENS)[None].to("meta")
     try:
         with torch.no_grad(), _NoValues():  # type: ignore[no-untyped-call]
-            model(input_ids=ids, **position_arguments(model, positions), **how)
+            out = model(input_ids=ids, **position_arguments(model, positions), **how)
+            vocabulary = out.logits.shape[-1]
     except Exception as error:
         raise ConfigError(
             f"{architecture}: its modules do not run without memory, which would tell what they "
             f"cache ({type(error).__name__}: {str(error)[:200]})"
         ) from error
+    whole: Any = model
+    if vocabulary < whole.config.get_text_config().vocab_size:
+        raise ConfigError(f"{architecture}: it gives logits of a part of the vocabulary")
 
 
 def _probed(model: nn.Module, values: Mapping[str, Any], architecture: str, **found: Any) -> Probed:
@@ -184,6 +181,7 @@ def _probed(model: nn.Module, values: Mapping[str, Any], architecture: str, **fo
         hidden_size=int(text.hidden_size),
         max_position_embeddings=UNBOUNDED if longest is None else longest - first_position(model),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
+        plan=plan_of(model),
         **found,
     )
 
@@ -194,17 +192,20 @@ def construct(
     dtype: torch.dtype,
     device: torch.device,
     attention: str = NAME,
+    hollow: bool = False,
 ) -> nn.Module:
     """The model with parameters that nobody has filled; what is computed of the config is there.
 
-    ``attention``: the implementation, ours or their own.
+    ``attention``: the implementation, ours or their own. ``hollow``: parameters have no memory.
     """
     from transformers.initialization import no_init_weights
 
     register()
-    with torch.device(device), no_init_weights():
+    without = _parameters_without_memory() if hollow else nullcontext()
+    # One thread at a time: transformers sets the default dtype and initialisers of the process.
+    with _constructing, torch.device(device), no_init_weights(), without:
         model: Any = kind._from_config(config, attn_implementation=attention, dtype=dtype)
-    model.tie_weights()
+        model.tie_weights()
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # which reads all ids
             module.__dict__["warn_if_padding_and_no_attention_mask"] = _unwarned
@@ -216,6 +217,35 @@ def construct(
             parameter.data = parameter.data.to(weight_dtype(name, dtype))
     done: nn.Module = model.eval()
     return done
+
+
+_without_memory = threading.local()
+_constructing = threading.Lock()
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """What this thread registers as a parameter within lies on ``meta`` from then on."""
+    _watch_parameters()
+    _without_memory.is_so = True
+    try:
+        yield
+    finally:
+        _without_memory.is_so = False
+
+
+@cache
+def _watch_parameters() -> None:
+    """Once for the process: threads that register others may be reading torch's list of hooks."""
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if not getattr(_without_memory, "is_so", False):
+            return None
+        if parameter is None or parameter.is_meta:  # a tied one stays the same
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    register_module_parameter_registration_hook(move)
 
 
 def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
@@ -259,78 +289,6 @@ def load_class(
 ) -> tuple[type[Any], Any]:
     """The class of an architecture that ``probe`` accepted, and its config."""
     return _classes(values, architecture, "config.json", code)
-
-
-def bind(model: nn.Module, step: Step) -> None:
-    """From now on the attention of ``model`` is what ``step`` makes of it.
-
-    Modules that embed positions, and would count them from what their own cache has, are told
-    those of the step, where it has some (``positions``, [1, T]).
-    """
-    for module in model.modules():
-        module.__dict__["rollout_step"] = step
-        embeds = "PositionalEmbedding" in type(module).__name__
-        if embeds and "position_ids" in inspect.signature(module.forward).parameters:
-            if "rollout_placed" not in module.__dict__:
-                module.register_forward_pre_hook(_place, with_kwargs=True)
-            module.__dict__["rollout_placed"] = True
-
-
-def _place(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    positions, given = module.__dict__["rollout_step"].positions, kwargs.get("position_ids")
-    if positions is None:
-        return args, kwargs
-    if given is None:
-        kwargs = {**kwargs, "position_ids": positions}
-    elif given.dim() == 1:  # what the modules have counted: who is told positions has rows of them
-        kwargs = {**kwargs, "position_ids": positions[0]}
-    return args, kwargs
-
-
-def register() -> None:
-    """Make our interface known to transformers, under its name; again changes nothing."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, _interface)
-
-
-def _interface(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """What a module of transformers calls; positions and pages are the step's, not its own."""
-    if (
-        attention_mask is not None
-        or rest.get("is_causal", getattr(module, "is_causal", True)) is False
-    ):
-        raise ConfigError(f"{type(module).__name__}: only causal attention is served")
-    config = getattr(module, "config", None)
-    types = getattr(config, "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    if sliding_window is None and types and index is not None and types[index] == KINDS[1]:
-        sliding_window = getattr(config, "sliding_window", None)
-    step: Step = module.__dict__["rollout_step"]
-    out = step.attend(
-        AttentionCall(
-            query=query,
-            key=key,
-            value=value,
-            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            window=int(sliding_window or 0),
-            softcap=float(softcap or 0.0),
-            sinks=s_aux,
-        )
-    )
-    return out, None
 
 
 def _classes(

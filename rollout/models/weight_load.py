@@ -17,10 +17,18 @@ from rollout.models.patch_journal import PatchJournal
 from rollout.models.quantized_io import QuantizedIO
 from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable, first_overlap
-from rollout.weights import CASTABLE, Box, Shape, SparsePatch, TensorPiece, WeightValue
+from rollout.weights import (
+    CASTABLE,
+    Box,
+    LazyTensor,
+    Shape,
+    SparsePatch,
+    TensorPiece,
+    WeightValue,
+)
 from rollout.weights.components import component_of
 from rollout.weights.fused_experts import Splitter, nearest
-from rollout.weights.names import placed, weight_dtype
+from rollout.weights.names import is_idle_bias, placed, weight_dtype
 
 HINTS = 16  # unknown names of one load whose nearest is searched for
 
@@ -202,7 +210,11 @@ class WeightLoad:
     def _take(self, name: str, value: WeightValue) -> None:
         is_alias = name in self._table.aliases
         if not is_alias and name not in self._table.slots:
-            if not self._table.ignores(name):
+            known = self._table.slots
+            idle = isinstance(value, LazyTensor) and is_idle_bias(
+                name, known, lambda: value.read(Box.full(value.shape))
+            )
+            if not idle and not self._table.ignores(name):
                 self._problems.append(self._unknown(name))
             return
         fault = self._fault(name, value) or self._duplicate(name, value)

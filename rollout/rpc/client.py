@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rollout.config import DEFAULT_TIMEOUT
@@ -46,7 +48,9 @@ from rollout.rpc.convert import (
     stats_from_json,
 )
 from rollout.rpc.http_port import http_problem
+from rollout.rpc.multiplex import Multiplex
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
+from rollout.rpc.status import error_from_rpc
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel, feed
@@ -61,6 +65,7 @@ from rollout.wire.version import (
 )
 
 MAX_READ = 3600.0  # seconds in which a server reads a directory
+SHARED = 1 << 20  # bytes of a request up to which its stream is shared: a refusal would end it
 MAX_DECIDE = 600.0  # seconds in which a prepared update is committed or has gone back
 
 
@@ -86,6 +91,7 @@ class RolloutClient:
         self.max_model_len = 0  # until ``start``
         self._tls = tls
         self._connection = Connection(address, token, tls)
+        self._multiplex = Multiplex(self._multiplexed, partial(error_from_rpc, address=address))
         self._seen: tuple[int, int] | None = None
         self._met: Any = None  # the connection by which the service has said what it is
         self._life = 0  # its epoch then
@@ -114,7 +120,7 @@ class RolloutClient:
             params=map(params_to_proto, params),
             stream=stream,
         )
-        return self._outputs(lambda: GenerationStub(self._connection.aio()).Generate, request)
+        return self._outputs("Generate", request)
 
     def chat(
         self,
@@ -131,7 +137,7 @@ class RolloutClient:
             options_json=chat_options_to_json(options),
             stream=stream,
         )
-        return self._outputs(lambda: GenerationStub(self._connection.aio()).Chat, request)
+        return self._outputs("Chat", request)
 
     async def tokenize(
         self,
@@ -165,7 +171,21 @@ class RolloutClient:
     def end_calls(self, error: EngineError) -> None:
         """They are the service's: they go on there."""
 
+    def leave(self) -> None:
+        """The service goes on without this client."""
+
+    is_member, has_left = False, True
+
     # ---- control (async) ----
+
+    @property
+    def seen(self) -> tuple[int | None, int]:
+        """(epoch, version) of the last commit that this client has seen; without one the epoch that
+        was met, and 0. (None, 0) of a service that knows no ``min_version_epoch``.
+        """
+        if "floors" not in self.features:
+            return None, 0
+        return self._seen or (self._life, 0)
 
     async def start(self) -> None:
         """Check that a service answers that speaks a version of the protocol that we do.
@@ -348,6 +368,7 @@ class RolloutClient:
     async def disconnect(self) -> None:
         """Drop this loop's connection; a later call opens a new one."""
         self._met = None
+        await self._multiplex.close()
         await self._connection.close_aio()
 
     def close(self) -> None:
@@ -368,19 +389,35 @@ class RolloutClient:
         return replace(params, max_tokens=1, ignore_eos=True, prompt_logprobs=scored)
 
     async def _outputs(
-        self, method: Callable[[], Any], request: Any
+        self, method: str, request: Any
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        call = method()(request, metadata=self._connection.metadata)
+        shares = request.stream and "multiplex" in self.features and request.ByteSize() <= SHARED
+        answers = (
+            self._multiplex.outputs(**{method.lower(): request})
+            if shares
+            else self._alone(method, request)
+        )
+        async with aclosing(answers):
+            async for index, output in answers:
+                if output.epoch != self._life:
+                    self._met = None
+                self._check_epoch(output.epoch)
+                yield index, output
+
+    async def _alone(self, method: str, request: Any) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """By a call of its own."""
+        stub = GenerationStub(self._connection.aio())
+        call = getattr(stub, method)(request, metadata=self._connection.metadata)
         try:
             with self._connection.errors():
                 async for reply in call:
-                    output = output_from_proto(reply.output)
-                    if output.epoch != self._life:
-                        self._met = None
-                    self._check_epoch(output.epoch)
-                    yield reply.index, output
+                    yield reply.index, output_from_proto(reply.output)
         finally:
             call.cancel()  # the server aborts what is still running; no effect on an ended call
+
+    def _multiplexed(self, commands: Any) -> Any:
+        stub = GenerationStub(self._connection.aio())
+        return stub.Multiplex(commands, metadata=self._connection.metadata)
 
     def _check_partial(self) -> None:
         """A partial update builds on weights this client has seen: not on another engine life's."""

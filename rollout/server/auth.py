@@ -23,7 +23,7 @@ class Access(IntEnum):
 _GRPC = "/rollout.v1."
 _OPEN = tuple(f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", "Watch"))
 _GENERATION = (
-    *(f"{_GRPC}Generation/{name}" for name in ("Generate", "Chat", "Tokenize")),
+    *(f"{_GRPC}Generation/{name}" for name in ("Generate", "Chat", "Multiplex", "Tokenize")),
     f"{_GRPC}Generation/Abort",  # of requests whose ids one knows; see ABORT_ALL
     f"{_GRPC}WeightSync/Info", f"{_GRPC}WeightSync/Receipts",
     f"{_GRPC}Control/ServerInfo", f"{_GRPC}Control/Stats",

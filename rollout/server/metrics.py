@@ -58,7 +58,7 @@ HISTOGRAMS = (
     ("inter_token", "inter_token_latency_seconds", True, "Time between a sample's tokens"),
     ("staleness", "staleness_versions", False, "Versions that ended samples began behind"),
 )
-STATES = ("running", "paused", "asleep", "broken", "fenced", "dead", "closed")
+STATES = ("running", "paused", "asleep", "broken", "fenced", "leaving", "dead", "closed")
 
 Simple = CounterMetricFamily | GaugeMetricFamily
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from math import prod
 
 import torch
 
 from rollout.config import EngineConfig
-from rollout.distributed import TensorParallel, choose_device
+from rollout.distributed import TensorParallel, check_dtype, choose_device
 from rollout.engine.kv_cache import KVShape
 from rollout.engine.memory import available_bytes
 from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, size_kv
@@ -22,9 +23,9 @@ from rollout.loader import open_location
 from rollout.models.build import build_model, build_tables, slots_beside
 from rollout.models.config import ModelConfig
 from rollout.models.weight_table import WeightTable, check_tables
-from rollout.weights import TensorMeta
-from rollout.weights.names import placed
-from rollout.wire.frames import DTYPES, dtype_name
+from rollout.weights import Box, TensorMeta
+from rollout.weights.names import is_idle_bias, placed
+from rollout.wire.frames import dtype_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,21 @@ class Examined:
     files: str
     held: str
     rank_bytes: tuple[int, ...]
+    tables: tuple[WeightTable, ...]
+
+    def shape_lines(self) -> list[str]:
+        """Every parameter of every rank: its shape there, and the tensors whose parts it takes."""
+        lines = []
+        for rank, table in enumerate(self.tables):
+            sources: dict[str, list[str]] = {name: [] for name in table.params}
+            for slot in (slot for slots in table.slots.values() for slot in slots):
+                if slot.take.numel:
+                    sources[slot.param].append(f"{slot.source}{slot.take}")
+            for name, spec in table.params.items():
+                held = self.dtype if spec.scheme is None else spec.scheme.name
+                taken = ", ".join(sources[name]) or "nothing"
+                lines.append(f"rank {rank}: {name} {list(spec.shape)} {held} <- {taken}")
+        return lines
 
     def lines(self) -> list[str]:
         """For people, one fact a line."""
@@ -89,7 +105,8 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     found = ResolvedModel.of(config)
     config = found.settled(config)
     model = found.config
-    dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    dtype = found.dtype_of(config)
+    check_dtype(device, dtype)
     tables = _tables(config, found, dtype)
     kv = KVShape.of(model, ranks, config.block_size, dtype, _sparse_layers(model))
     examined = _examined(config, model, dtype, tables, kv)
@@ -134,6 +151,7 @@ def _examined(
         served=_served(model),
         ranks=config.tensor_parallel_size,
         dtype=dtype_name(dtype),
+        tables=tuple(tables),
         num_tensors=len(tables[0].slots),
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
         rank_bytes=tuple(_rank_bytes(table, dtype) for table in tables),
@@ -201,8 +219,11 @@ def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtyp
 
 
 def _served(model: ModelConfig) -> str:
-    if model.hf_values is not None:
-        return "by transformers: its own modules, their attention over pages"
+    if model.over_ranks is not None:
+        most, why = model.over_ranks.most()
+        ranks = f"up to {most} ranks" if most > 1 else "one rank"
+        more = f" ({why})" if why else ""
+        return f"by transformers: its own modules, their attention over pages; on {ranks}{more}"
     if not (count := len(model.labels)):
         return "natively"
     labels = "1 label: a reward model, or a classifier" if count == 1 else f"{count} labels"
@@ -238,9 +259,10 @@ def _check_files(config: EngineConfig, found: ResolvedModel, table: WeightTable)
     with open_location(found.location, config.load_format) as checkpoint:
         held = {
             name: shape
-            for meta in checkpoint.metadata()
-            if (own := placed(meta.name, table.prefixes)) is not None
-            for name, shape in table.spellings.split_shape(own, meta.shape)
+            for sent, value in checkpoint.items()
+            if (own := placed(sent, table.prefixes)) is not None
+            and not is_idle_bias(own, table.slots, partial(value.read, Box.full(value.shape)))
+            for name, shape in table.spellings.split_shape(own, tuple(value.shape))
         }
     problems = []
     if missing := sorted(set(table.slots) - set(held)):

@@ -38,13 +38,14 @@ class Addresses:
     """Where the service listens, "host:port" each; ``memory`` says what its ranks take.
 
     ``died`` is done once a rank's process has ended, with the error that every call gets then.
-    ``counters`` and ``link``: the engine's, for what else runs in its process.
+    ``backend``: the engine. ``counters`` and ``link``: its, for what else runs in its process.
     """
 
     http: str
     grpc: str
     memory: str
     died: asyncio.Future[WorkerDied]
+    backend: Backend
     counters: EngineCounters
     link: NearLink
 
@@ -91,8 +92,8 @@ async def serving(config: EngineConfig, at: Listening) -> AsyncIterator[Addresse
     core = backend.core
     async with serving_over(rollout, at) as (http, grpc):
         yield Addresses(
-            http, grpc, str(core.memory), asyncio.wrap_future(core.died), core.counters,
-            backend.link,
+            http, grpc, str(core.memory), asyncio.wrap_future(core.died), backend,
+            core.counters, backend.link,
         )  # fmt: skip
 
 

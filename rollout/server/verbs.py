@@ -308,6 +308,11 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
                 "tensor_parallel_size": weights.tensor_parallel_size,
                 "world_size": weights.tensor_parallel_size,
                 "data_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "max_parallel_loading_workers": _loading_workers(rollout),
+                "disable_custom_all_reduce": True,
+                "tokenizer_pool_config": None,
+                "placement_group": None,
             },
             "lora_config": _lora_config(rollout),
         },
@@ -318,6 +323,14 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
             "state": info.state,
         },
     }
+
+
+def _loading_workers(rollout: AsyncRollout) -> int | None:
+    """Ranks that read the checkpoint at once, where that is bounded."""
+    backend = rollout.backend
+    if not isinstance(backend, EmbeddedBackend):
+        return None
+    return backend.config.max_parallel_loading_workers
 
 
 def _lora_config(rollout: AsyncRollout) -> Document | None:

@@ -29,6 +29,9 @@ class Box:
         ):
             raise ValueError(f"not a box: starts {self.starts}, stops {self.stops}")
 
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.starts, self.stops, strict=True))}]"
+
     @classmethod
     def full(cls, shape: Shape) -> Box:
         return cls((0,) * len(shape), tuple(shape))

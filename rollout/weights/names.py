@@ -7,9 +7,10 @@ Wrappers put whole components into a name (``_orig_mod`` of torch.compile, ``_fs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
+from torch import Tensor
 
 from rollout.errors import WeightMismatch
 
@@ -68,3 +69,11 @@ def weight_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """What a tensor of this name is held and sent as where the others are of ``dtype``."""
     wide = name.rsplit(".", 1)[-1] in WIDE and dtype.itemsize < torch.float32.itemsize
     return torch.float32 if wide else dtype
+
+
+def is_idle_bias(name: str, known: Container[str], read: Callable[[], Tensor]) -> bool:
+    """Whether ``name`` is a bias of zeros of a linear that has none, as GPTQ's tools write them."""
+    stem = name.removesuffix(".bias")
+    if stem == name or name in known or f"{stem}.weight" not in known:
+        return False
+    return not bool(read().any())

@@ -66,6 +66,13 @@ def test_check_tells_what_serving_would_need(run: Run, tiny: Path) -> None:
     assert facts["ranks"].startswith("2, float32")
     assert {"checkpoint", "memory", "sequences", "kernels"} <= set(facts)
     assert "undo='shadow' takes nothing more" in facts["memory"]
+    assert " <- " not in out
+    _, out, _ = run("check", tiny, "--tensor-parallel-size", 2, "--print-shapes")
+    layer = "model.layers.0.self_attn"
+    assert (
+        f"rank 1: {layer}.qkv_proj.weight [64, 64] float32 <- {layer}.q_proj.weight[32:64, 0:64], "
+        f"{layer}.k_proj.weight[16:32, 0:64], {layer}.v_proj.weight[16:32, 0:64]"
+    ) in out.splitlines()
     _, out, _ = run("check", tiny, "--undo", "sparse")
     assert "undo='sparse' takes" in out
     _, out, _ = run("check", tiny, "--max-adapters", 2)

@@ -39,7 +39,8 @@ def refused(result: tuple[int, str, str], *words: str, name: str = "ConfigError"
 def test_unknown_flags_name_the_nearest(run: Run, tiny: Path) -> None:
     refused(run("serve", tiny, "--tensor-paralel-size", 2), "did you mean --tensor-parallel-size?")
     refused(run("serve", tiny, "--block-size", "big"), "--block-size")
-    refused(run("launch"), "launch")
+    refused(run("launch"), "launch", "choose from")
+    refused(run("genrate", tiny), "no 'genrate'; did you mean 'generate'?")
     refused(run(), "COMMAND")
     refused(run("serve", tiny, "--modle", tiny), "did you mean --model?")
     refused(run("serve", tiny, "--temprature", 1), "did you mean --temperature? It is a flag of `")
@@ -57,6 +58,23 @@ def test_engines_of_a_fleet_are_named_once_and_by_their_addresses(run: Run) -> N
         refused(run(*fleet, address), f"{address!r} is not host:port")
     refused(run(*fleet, "10.0.0.1:50051"), "10.0.0.1:50051 is given twice")
     refused(run(*fleet, "[::1]:5", "--start-timeout", "0"), "--start-timeout must be")
+
+
+def test_a_fleet_has_engines_that_run_or_starts_them_on_ray(run: Run, tiny: Path) -> None:
+    engine = ("fleet", "--engine", "10.0.0.1:50051")
+    refused(run("fleet"), "Give --engine HOST:PORT")
+    refused(run("fleet", "--ray"), "which MODEL?", "`rollout fleet MODEL`")
+    refused(run(*engine, "--ray", "h:6379"), "--engine has engines that run, and --ray starts")
+    refused(run(*engine, tiny), "add --ray", "`rollout serve MODEL --replicas N`")
+    refused(run("fleet", tiny, "--replicas", 2), "add --ray")
+    refused(run(*engine, "--replicas", 2, "--max-replicas", 3), "--replicas, --max-replicas: of")
+    refused(run(*engine, "--num-threads", 2), "--num-threads: a setting of the engine")
+    ray = ("fleet", tiny, "--ray", "127.0.0.1:1")
+    refused(run(*ray, "--executor", "inline"), "--executor inline: --ray goes with auto or ray")
+    refused(run(*ray, "--record", "here"), "--record and --engine-token are of engines that run")
+    refused(run(*ray, "--replicas", 0), "--replicas must be 1 or more")
+    refused(run(*ray, "--engine-tls-ca", "ca.pem"), "--engine-tls-ca, --engine-tls-cert and")
+    refused(run(*ray, *FREE_PORTS, *CPU), "a fleet on Ray")
 
 
 def test_no_message_offers_what_was_given() -> None:
@@ -154,7 +172,10 @@ def test_settings_out_of_range_are_named(run: Run, tiny: Path) -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_before_any_rank(run: Run, tiny: Path) -> None:
-    words = "Total number of attention heads (4) must be divisible by tensor parallel size (3)."
+    words = (
+        "Total number of attention heads (4) must be divisible by tensor parallel size (3). "
+        "Sizes that work: 1, 2, 4."
+    )
     refused(run("check", tiny, "--tensor-parallel-size", 3), words)
     refused(run("generate", tiny, "hi", *CPU, "--tensor-parallel-size", 3), words)
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from rollout.cli.main import make_parser
+from rollout.cli.service import LAST_WORD
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -48,6 +49,11 @@ def test_containers_are_started_with_flags_that_there_are() -> None:
         for container in document["spec"]["template"]["spec"]["containers"]:
             args = parser.parse_known(container["args"])
             assert args.host == "0.0.0.0", where
+            spec = document["spec"]["template"]["spec"]
+            pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+            left = spec["terminationGracePeriodSeconds"] - pause - args.shutdown_timeout
+            assert args.shutdown_timeout > 0, where
+            assert left >= LAST_WORD + 5, "SIGKILL must not come before the service has ended"
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert ports == {"http": args.port, "grpc": args.grpc_port}
             found += 1
@@ -61,8 +67,9 @@ def test_engines_with_tls_and_their_front_are_started_with_flags_that_there_are(
     engine, front = (yaml.safe_load(patch["patch"]) for patch in overlay["patches"])
     [container] = engine["spec"]["template"]["spec"]["containers"]
     args = parser.parse_known(container["args"])
-    assert (args.tls_cert, args.insecure) == ("/tls/tls.crt", False)
-    assert parser.parse_known(base_args("engine/engine.yaml")).insecure
+    base = parser.parse_known(base_args("engine/engine.yaml"))
+    assert (args.tls_cert, args.insecure, base.insecure) == ("/tls/tls.crt", False, True)
+    assert args.shutdown_timeout == base.shutdown_timeout
     added = [each["value"] for each in front if each["path"].endswith("/args/-")]
     args = parser.parse_known([*base_args("fleet/front.yaml"), *added])
     assert (args.engine_tls_ca, len(args.engine)) == ("/engine-tls/ca.crt", 3)

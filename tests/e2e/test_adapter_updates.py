@@ -627,7 +627,9 @@ def test_an_adapter_is_not_served_on_a_base_that_it_was_merged_into(base, tmp_pa
             assert (rollout.weight_version, said(rollout, None)) == (version, held)
 
         plain = said(rollout, None)
-        rollout.update_weights(model)
+        told = rollout.update_weights(model).details
+        assert told["merged_adapters"] == "default"
+        assert "adapters_only=True" in told["unmerged_by"]
         merged = said(rollout, None)
         refused()
         rollout.update_weights(model, adapters={"math": model})

@@ -20,13 +20,14 @@ pytestmark = pytest.mark.more
 
 MIXTURES = (
     *("glm4_moe", "deepseek_v2", "deepseek_v3", "olmoe", "minimax_m2", "gpt_oss", "llama4"),
+    *("deepseek_v32", "glm_moe_dsa"),
     *("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "phimoe", "granite_hybrid", "nemotron_h"),
     "kimi_linear",
 )
 # With two ranks: fused files, norms over all ranks, norms of each head; groups, stacked experts.
 TWO_RANKS = (
     *("phi3", "olmo3", "cohere", "deepseek_v3", "gpt_oss", "qwen3_next", "granite_hybrid"),
-    *("olmo_hybrid", "kimi_linear"),
+    *("olmo_hybrid", "kimi_linear", "deepseek_v32"),
 )
 BUCKET = 16 << 10
 PICTURED = [5, 6, START, PAD, END, 9, 8]

@@ -517,7 +517,7 @@ def test_a_commit_that_fails_in_the_engine_leaves_its_version_and_its_cache(star
     run(core, request(max_tokens=2))
     honest = core.scheduler.recompute
 
-    def failing() -> None:
+    def failing(sequences: object = None) -> None:
         raise RuntimeError("no memory to requeue")
 
     core.scheduler.recompute = failing  # type: ignore[method-assign]

@@ -120,3 +120,62 @@ def test_closing_ends_pins(start: Start) -> None:
     pin(core, 1)
     core.close()
     assert core.pins.wait(10)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort"])
+def test_a_request_that_asks_is_pinned_while_others_follow_the_update(
+    start: Start, in_flight: str
+) -> None:
+    core = start(num_kv_blocks=160)
+    asks, follows = Sink(), Sink()
+    core.submit([request("asks", n=2, seed=1, max_tokens=60, pin=True)], asks, stream=True)
+    core.submit([request("follows", max_tokens=60)], follows, stream=True)
+    asks.wait_for(3)
+    follows.wait_for(3)
+    core.control.pause("keep").result()
+    commit(core, 1, in_flight, PinTerms(timeout=30.0, fallback="abort"))
+    assert core.pins.told == "1 requests finish on version 0, for at most 30 s, then abort"
+    core.control.resume().result()
+    for sample in asks.results()["asks"].outputs:
+        assert sample.token_ids == continuation(PROMPT, 60)
+        assert {span.version for span in (*sample.weight_versions, *sample.kv_spans)} == {0}
+    other = follows.results()["follows"].outputs[0]
+    kv = [span.version for span in other.kv_spans]
+    assert kv == {"keep": [0, 1], "recompute": [1], "abort": [0]}[in_flight]
+    assert (other.finish_reason == "abort") == (in_flight == "abort")
+    assert core.stats().pinned_steps_total > 0
+    assert core.pins.wait(10)
+
+
+def test_a_group_has_one_version_whenever_its_requests_begin(start: Start) -> None:
+    core = start(max_num_seqs=1)  # so that the second waits when the commit comes
+    group = {"max_tokens": 60, "group_id": "g"}
+    sinks = [Sink() for _ in range(5)]
+    core.submit([request("a", **group, pin=True)], sinks[0], stream=True)
+    core.submit([request("b", [9, 8, 7], **group)], sinks[1], stream=False)
+    sinks[0].wait_for(3)
+    core.control.pause("keep").result()
+    commit(core, 1, "abort", PinTerms(timeout=30.0, fallback="keep"))
+    core.submit([request("c", [3, 4, 5], **group)], sinks[2], stream=False)
+    core.submit([request("d", [3, 4, 5], **group, min_version=1)], sinks[3], stream=False)
+    core.submit([request("g", [3, 4, 5], max_tokens=8)], sinks[4], stream=False)
+    core.control.resume().result()
+    found = [sink.results()[name].outputs[0] for sink, name in zip(sinks, "abcdg", strict=True)]
+    versions = [{span.version for span in one.weight_versions} for one in found]
+    assert versions == [{0}, {0}, {0}, {1}, {1}]
+    assert found[2].token_ids == continuation([3, 4, 5], 60)
+    assert core.pins.wait(10)
+    core.scheduler.check_integrity()
+    late = run(core, request("late", **group))["late"].outputs[0]  # none of its group is pinned
+    assert [span.version for span in late.weight_versions] == [1]
+
+
+def test_a_pin_that_cannot_be_had_is_told_and_goes_by_the_update(start: Start) -> None:
+    core = start()
+    sink = held(core, 3, max_tokens=LONG, pin=True)
+    commit(core, 1)  # without terms: two versions cannot run
+    assert core.pins.told.startswith("none: 1 requests asked for it, and went by in_flight='keep'")
+    assert core.stats().pin_fallbacks_total == 1
+    core.control.resume().result()
+    sample = sink.results()["a"].outputs[0]
+    assert [span.version for span in sample.weight_versions] == [0, 1]

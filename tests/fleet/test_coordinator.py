@@ -373,3 +373,64 @@ def test_a_member_that_cannot_be_brought_up_to_date_is_tried_again_ever_later_by
     assert pauses[0] <= 1.25
     assert 7 <= pauses[-1] <= 15.25
     assert 8 < len(tries) < 20
+
+
+def test_a_member_that_leaves_ends_what_it_runs_and_is_said_to_have_left() -> None:
+    fleet = serving("a", "b", "c")
+    [last] = stand(fleet, "c", asked(fleet, "c", 0.6), 0.6, state="leaving", running=2)
+    assert (fleet.serving, fleet.staying) == (["a", "b"], 2)
+    assert last.grant.until == 50.0 + LEASE, "what runs there may end under a lease"
+    assert not fleet.serves_none("c", 0.6)
+    assert stand(fleet, "c", [last], 0.7, state="leaving", running=1) == []
+    over = stand(fleet, "c", asked(fleet, "c", 1.3), 1.3, state="leaving")
+    assert [action.grant.until for action in over] == [0.0]
+    stand(fleet, "c", over, 1.4, state="leaving")
+    assert fleet.serves_none("c", 1.4), "its lease is given back before it is over"
+    [ended] = commit(fleet, "ab", 1.5)
+    assert (ended.committed, ended.lost) == (True, {"c": "it left"})
+    assert fleet.silent("c", "nobody answers", 1.6) == []
+    assert fleet.members["c"].why == "it left"
+    back = stand(fleet, "c", over, 1.8, epoch=1234, version=0)
+    assert [type(action) for action in back] == [Fill], "another process in its place joins"
+
+
+def test_a_commit_without_a_member_that_leaves_ends_its_lease() -> None:
+    fleet = serving("a", "b", "c")
+    fleet.leave("c", 0.1)
+    fleet.begin("u5", None, 0.2)
+    assert fleet.update.lost == {"c": "it left"}
+    assert set(fleet.update.left) == {"a", "b"}
+    for name in "ab":
+        fleet.voted("u5", name, 1, 0.3)
+    [write] = fleet.commit("u5", 0.4)
+    written = fleet.written(write.promise, 0.4)
+    assert [a.grant.until for a in written if isinstance(a, Ask) and a.member == "c"] == [0.0]
+    for name in "ab":
+        assert fleet.decided("u5", name, "", 0.5) == [], "c may hand out tokens of version 4"
+    ended = stand(fleet, "c", written, 0.6)
+    assert [type(action) for action in ended] == [Ended]
+
+
+def test_a_member_that_leaves_goes_on_with_the_update_that_it_is_in() -> None:
+    fleet = serving("a", "b")
+    fleet.begin("u5", None, 0.0)
+    stand(fleet, "b", asked(fleet, "b", 0.6), 0.6, state="leaving")
+    assert stand(fleet, "b", asked(fleet, "b", 1.2), 1.2, state="leaving") == []
+    for name in "ab":
+        fleet.voted("u5", name, 1, 1.3)
+    [write] = fleet.commit("u5", 1.4)
+    fleet.written(write.promise, 1.4)
+    fleet.decided("u5", "a", "", 1.5)
+    [ended] = fleet.decided("u5", "b", "", 1.5)
+    assert (ended.committed, ended.lost) == (True, {})
+
+
+def test_a_member_whose_process_was_replaced_where_it_was_joins_again() -> None:
+    fleet = serving("a", "b", "c")
+    [action] = asked(fleet, "c", 0.6)
+    again = fleet.restarted("c", action.grant, "it is another life", 0.7)
+    assert (fleet.serving, [a.grant.epoch for a in again]) == (["a", "b"], [None])
+    assert fleet.serves_none("c", 0.7)
+    assert fleet.restarted("c", action.grant, "the same, late", 0.7) == []
+    joins = stand(fleet, "c", again, 0.8, epoch=1234, version=0)
+    assert [type(action) for action in joins] == [Fill]

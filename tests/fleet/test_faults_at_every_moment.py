@@ -11,7 +11,7 @@ from rollout.fleet.simulator import Simulation
 
 WEATHER = Weather(delay=0.02, stage=0.1, disk=0.1)  # so that every phase lasts
 FAULTS = (
-    "crash", "cut", "mute", "stop", "jump",
+    "crash", "cut", "mute", "stop", "jump", "leave", "restart",
     "crash coordinator", "usurp", "stop coordinator", "fill disk", "slow disk",
 )  # fmt: skip
 

@@ -69,6 +69,14 @@ class FleetMachine(RuleBasedStateMachine):
     def a_members_clock_jumps(self, index, seconds):
         self.fleet.faults.jump(self.name(index), seconds)
 
+    @rule(index=MEMBERS, seconds=SECONDS)
+    def leave(self, index, seconds):
+        self.fleet.faults.leave(self.name(index), seconds)
+
+    @rule(index=MEMBERS, seconds=SECONDS)
+    def restart(self, index, seconds):
+        self.fleet.faults.restart(self.name(index), seconds)
+
     @rule(seconds=SECONDS)
     def the_coordinator_dies(self, seconds):
         self.fleet.faults.crash_coordinator(seconds)

@@ -17,7 +17,7 @@ from rollout import Rollout
 from rollout.errors import (
     ConfigError,
     EngineClosed,
-    EngineError,
+    EngineRestarted,
     InvalidRequest,
     LimitExceeded,
     TransferFailed,
@@ -202,7 +202,10 @@ def test_an_update_outlasts_a_moment_in_which_too_few_members_serve(front, train
 def test_fewer_members_than_the_quorum_abort_the_update_everywhere(front, engines, trained):
     engines[0].shutdown()
     engines[1].shutdown()
-    with pytest.raises(EngineError, match=r"1 of 2|a commit needs 2|does not answer"):
+    with pytest.raises(TransferFailed, match=r"1 of 2|a commit needs 2|does not answer"):
+        front.rollout.update_weights(trained)
+    eventually(lambda: len(front.fleet.serving()) == 1)
+    with pytest.raises(TransferFailed, match=r"a commit needs 2: .*; version 0 serves on"):
         front.rollout.update_weights(trained)
     assert engines[2].weight_info().version == 0
     assert front.rollout.generate([[1, 2, 3]], GREEDY)[0].finished
@@ -268,6 +271,19 @@ def test_a_joiner_that_is_not_free_is_left_out_of_the_update(front, engines, tra
         there.turn.end(None)
         front.fleet.wait_serving(4, 60.0)
         assert late.weight_info().version == 2
+
+
+def test_an_update_past_the_front_is_told_with_the_member(front, engines, trained):
+    other = copy.deepcopy(trained)
+    randomize(other)
+    for engine in engines[:2]:
+        engine.update_weights(other)
+    # By a member's own word, or once the front has seen it.
+    with pytest.raises((VersionConflict, TransferFailed), match="at its own address") as told:
+        front.rollout.update_weights(trained)
+    assert "it has version 1, which this front has not committed" in str(told.value)
+    assert all(name in str(told.value) for name in front.names[:2])
+    eventually(lambda: front.fleet.whys().count("was updated at its own address") == 2)
 
 
 def test_a_member_whose_weights_somebody_else_changed_is_brought_back(front, engines, trained):
@@ -342,6 +358,18 @@ def test_a_request_waits_for_the_version_that_it_asks_for(front, engines, traine
     assert {span.version for o in outputs for span in o.outputs[0].weight_versions} == {1}
 
 
+def test_a_client_of_a_front_reads_what_it_wrote_in_the_fleets_epoch(front, trained):
+    with Rollout.connect(front.rollout.address, timeout=30) as client:
+        receipt = client.update_weights(trained)
+        [output] = client.generate([PROMPTS[0]], GREEDY)  # whose epoch no member knows
+        session = client.session()
+        session.generate(PROMPTS[0], GREEDY)
+        assert session.generate([3], GREEDY).epoch == output.epoch == receipt.epoch
+        wrong = {**GREEDY, "min_version": 1, "min_version_epoch": receipt.epoch + 1}
+        with pytest.raises(EngineRestarted, match=f"this is epoch {receipt.epoch}"):
+            client.generate([PROMPTS[0]], wrong)
+
+
 def test_members_pin_what_they_have_begun(front, engines, trained, oracle):
     long = {**GREEDY, "max_tokens": 200, "ignore_eos": True}
     alone = front.rollout.generate(PROMPTS[0], long)[0].outputs[0].token_ids
@@ -364,10 +392,28 @@ def test_members_pin_what_they_have_begun(front, engines, trained, oracle):
     assert receipt.version == 1
 
 
-def test_a_version_that_does_not_come_is_refused_at_the_deadline(checkpoint):
-    conflict = pytest.raises(VersionConflict, match=r"version 5 was asked for .* version 0 is")
-    with Rollout(checkpoint, **ENGINE, timeout=1) as engine, conflict:
-        engine.generate([[1, 2]], {**GREEDY, "min_version": 5})
+def test_a_group_has_one_version_through_a_front(front, engines, trained):
+    """Its requests go to one member, also those that come after the commit, and are pinned there
+    because one of them asks; the update says nothing of pins.
+    """
+    long = {**GREEDY, "max_tokens": 200, "ignore_eos": True, "group_id": "g"}
+
+    def begin():
+        stream = front.rollout.stream(PROMPTS[0], {**long, "pin": True})
+        next(stream)
+        return stream
+
+    stream = standing_still(begin, front.rollout, 1)
+    front.rollout.update_weights(trained)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(front.rollout.generate, PROMPTS[1:4], long)
+        eventually(lambda: sum(engine.metrics().waiting for engine in engines) == 3)
+        front.rollout.resume_generation()
+        group = [list(stream)[-1], *late.result(60)]
+    assert {s.version for o in group for s in o.outputs[0].weight_versions} == {0}
+    [other] = front.rollout.generate([PROMPTS[1]], GREEDY)
+    assert {span.version for span in other.outputs[0].weight_versions} == {1}
+    assert sum(engine.metrics().pinned_steps_total > 0 for engine in engines) == 1
 
 
 @pytest.mark.parametrize("n", [1, 3])

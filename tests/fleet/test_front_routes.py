@@ -169,3 +169,12 @@ def test_vllms_adapter_routes_load_and_name_one_of_every_member(checkpoint, tmp_
     finally:
         for engine in started:
             engine.shutdown()
+
+
+def test_a_mistyped_field_of_a_member_is_told_the_one_that_was_meant(engines, tmp_path):
+    async def ask(http, fleet):
+        return await http.post("/fleet/members", json={"adress": "127.0.0.1:1"})
+
+    reply = asked(engines[:1], tmp_path, ask)
+    assert reply.status_code == 400
+    assert "adress: no such field; did you mean 'address'?" in reply.text

@@ -1,12 +1,14 @@
 """What each replica of ``rollout serve --replicas`` gets of the machine."""
 
 import io
+from collections import deque
 from pathlib import Path
 
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.fleet.replicas import Replicas, gpus_each, pass_on, threads_each, visible_gpus
+from rollout.fleet.engine_process import pass_on
+from rollout.fleet.local_launcher import LocalLauncher, gpus_each, threads_each, visible_gpus
 
 
 def test_every_replica_has_gpus_of_its_own(monkeypatch):
@@ -23,10 +25,12 @@ def test_processors_are_shared_out(monkeypatch):
 
 def test_every_replica_has_a_journal_of_its_own():
     """One writer forgets what is oldest, and unlinks it: of another's it might be what is open."""
-    replicas = Replicas(None, "model", ["--journal", "kept"], 2, journal=Path("kept"))
-    assert replicas._own_flags("replica-1") == ["--journal", "kept/replica-1"]
+    launcher = LocalLauncher(["model"], journal=Path("kept"))
+    assert launcher._own_words("replica-1") == ["--journal", "kept/replica-1"]
 
 
 def test_each_line_of_a_log_says_whose_it_is(capsys):
-    pass_on("replica-1", io.StringIO("memory 64 MiB\nunfinished"))
+    last = deque(maxlen=1)
+    pass_on("replica-1", io.StringIO("memory 64 MiB\nunfinished"), last)
+    assert list(last) == ["unfinished"]
     assert capsys.readouterr().err == "replica-1: memory 64 MiB\nreplica-1: unfinished\n"

@@ -13,6 +13,8 @@ import torch
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.engine.sampling.fused_sampler import has_filters
+from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import DrawGraphs
@@ -117,7 +119,8 @@ def test_captured_decoding_gives_what_plain_decoding_gives(tiny_qwen3: Path) -> 
         assert alone.outputs[0].token_ids == ours[0]
 
 
-# One call of each that a captured draw takes, and one with a row that needs another sampler.
+# Calls that a captured draw takes, with filters and without, and one with a row that needs another
+# sampler.
 DRAWS = (
     [
         {"temperature": 0.0},
@@ -125,6 +128,7 @@ DRAWS = (
         {"temperature": 0.8, "top_p": 0.7, "top_k": 40, "min_p": 0.02, "seed": 4},
     ],
     [{"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "seed": 6, "logprobs": 2}],
+    [{"temperature": 1.1, "seed": 7}],
 )
 
 
@@ -152,15 +156,16 @@ def test_a_captured_draw_gives_the_samplers_bits(
     """Tokens and logprobs, with steps begun ahead, and beside steps that it does not take."""
     sizes, replay = [], DrawGraphs.replay
 
-    def noted(graphs: DrawGraphs, size: int, count: int) -> Any:
-        sizes.append((size, count))
-        return replay(graphs, size, count)
+    def noted(graphs: DrawGraphs, size: int, sampling: SamplingMetadata) -> Any:
+        sizes.append((size, sampling.num_rows, has_filters(sampling)))
+        return replay(graphs, size, sampling)
 
     monkeypatch.setattr(DrawGraphs, "replay", noted)
     with _engine(tiny_qwen3, cuda_graphs="on", staging="none") as engine:
         assert _drawn(engine) == drawn_outside
         assert engine._async.backend.core.loop.steps_ahead > 0
-    assert sizes == [(4, 3)] * 2  # the first token of each came with its prompt
+    # The first token of each came with its prompt.
+    assert sizes == [(4, 3, True)] * 2 + [(4, 1, False)] * 2
 
 
 def test_where_the_draw_cannot_be_captured_the_rest_is(
@@ -171,9 +176,9 @@ def test_where_the_draw_cannot_be_captured_the_rest_is(
 ) -> None:
     made, sample = [], draw_graphs.sample
 
-    def waits(*args: Any) -> Any:
+    def waits(*args: Any, **options: Any) -> Any:
         made.append(args)
-        tokens, scores = sample(*args)
+        tokens, scores = sample(*args, **options)
         if len(made) > 2:  # it runs, but not when it is captured
             tokens.tolist()
         return tokens, scores
@@ -264,7 +269,9 @@ def _outputs(engine: Rollout) -> list[Any]:
     return [out for params in (GREEDY, SPECIAL) for out in engine.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen2_moe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "arch", ["llama", "qwen2", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v32"]
+)
 def test_every_architecture_gives_what_a_cpu_gives(tmp_path: Path, arch: str) -> None:
     write_tiny(tmp_path, arch, num_layers=1, vocab_size=96)
     with _engine(tmp_path) as card:

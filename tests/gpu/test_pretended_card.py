@@ -85,6 +85,16 @@ MISTAKES = {
         "graph.replay()\n"
         "assert y.tolist() == [4, 4], 'stale'"  # what has moved
     ),
+    "least 8.0. Your T4 GPU has compute capability 7.5; use dtype='float16'": (
+        "import tempfile; from pathlib import Path; from types import SimpleNamespace\n"
+        "from tiny_models import write_tiny\n"
+        "from rollout.config import EngineConfig; from rollout.server.preflight import check\n"
+        "path = Path(tempfile.mkdtemp())\n"
+        "write_tiny(path, 'qwen3', dtype=torch.bfloat16)\n"
+        "card = SimpleNamespace(name='T4', major=7, minor=5)\n"
+        "torch.cuda.get_device_properties = lambda _: card\n"
+        "check(EngineConfig(model=str(path), device='cuda'))"
+    ),
 }
 
 

@@ -42,6 +42,7 @@ def all_cases() -> Iterator[Case]:
     yield from _rotaries()
     yield from _gates()
     yield from _attentions()
+    yield from _selections()
     yield from _linears()
     yield from _adapters()
     yield from _quantizations()
@@ -219,6 +220,23 @@ def _attentions() -> Iterator[Case]:
         return fused[:, q.shape[1] : 2 * q.shape[1]], *rest
 
     yield Case("paged_attention", "queries inside a fused projection", strided)
+
+
+def _selections() -> Iterator[Case]:
+    batches: dict[str, tuple[list[tuple[int, int]], int, dict[str, Any]]] = {
+        "no rows": ([(0, 9)], 3, {}),
+        "decodes": ([(1, 1), (1, 31), (1, 33), (0, 5), (1, 150)], 20, {"heads": 12, "dim": 18}),
+        "mixed, one token each": ([(9, 40), (1, 70), (5, 5)], 1, {"block": 5, "dim": 7}),
+        "fewer than are wanted": ([(3, 9), (1, 20)], 500, {"heads": 17, "dim": 33}),
+        "many of equal score": ([(4, 60)], 9, {"heads": 1, "dim": 2}),
+    }
+    for name, (sequences, count, shape) in batches.items():
+
+        def make(t: torch.dtype, s: Any = sequences, c: int = count, of: Any = shape) -> Any:
+            q, keys, _, *places, _ = attention(s, kv_heads=1, dtype=t, **of)
+            return q, _randn(*q.shape[:2], seed=8), keys, *places, c
+
+        yield Case("select_tokens", name, make)
 
 
 def packed_linear(
@@ -530,17 +548,17 @@ def _draws() -> Iterator[Case]:
         (1.0, 1.0, 0.0, 1, -1),
         (0.01, 0.9, 0.0, 0, -1),
     ]
-    for vocab in (7, 512, 1300, 9000):
+    for vocab, times in ((7, 1), (512, 1), (1300, 1), (9000, 1), (700, 3)):
 
-        def make(t: torch.dtype, vocab: int = vocab) -> tuple[Any, ...]:
-            rows = len(settings)
+        def make(t: torch.dtype, vocab: int = vocab, times: int = times) -> tuple[Any, ...]:
+            rows = len(settings) * times
             logits = (_randn(rows, vocab + 3) * 4).to(t)[:, :vocab]
-            table = torch.tensor(settings)
+            table = torch.tensor(settings * times)
             draws = torch.rand(rows, generator=torch.Generator().manual_seed(5)).double()
             given, top_k = table[:, 4].long(), table[:, 3].long()
             return logits, given, table[:, :3].contiguous(), top_k, draws
 
-        yield Case("sample", f"{vocab}", make, broad=vocab > 512)
+        yield Case("sample", f"{vocab} x {times}", make, broad=vocab > 512)
     yield Case(
         "sample",
         "no rows",

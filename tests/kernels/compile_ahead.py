@@ -77,11 +77,12 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             "batch_invariant_linear",
             lambda w=w, y=y: kernel("batch_invariant_linear")(y, w, None, PLAIN, w.shape, 4, True),
         )
-    for dtype, vocab in ((BF16, 128256), (FP32, 32000)):
-        rows, none = torch.zeros(2, vocab, dtype=dtype), torch.zeros(2, dtype=torch.int64)
-        args = (rows, none, torch.ones(2, 3), none, torch.zeros(2, dtype=torch.float64))
+    for dtype, vocab, n in ((BF16, 128256, 2), (BF16, 128256, 64), (FP32, 32000, 2)):
+        rows, none = torch.zeros(n, vocab, dtype=dtype), torch.zeros(n, dtype=torch.int64)
+        args = (rows, none, torch.ones(n, 3), none, torch.zeros(n, dtype=torch.float64))
         yield "sample", lambda args=args: kernel("sample")(*args)
     yield from _attentions()
+    yield from _selections()
     yield from _experts()
     yield from _deltas()
     yield from _adapters()
@@ -155,6 +156,15 @@ def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
     cache, slots = torch.zeros(9, 8, 32, 80), torch.zeros(2, dtype=torch.int64)
     args = (q, k, k.clone(), t, t, cache, cache.clone(), slots)
     yield "rope_and_cache", lambda: kernel("rope_and_cache")(*args)
+
+
+def _selections() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """DeepSeek-V3.2's."""
+    starts, lengths = torch.tensor([0, 1, 2]).int(), torch.tensor([40, 40]).int()
+    keys, table = torch.zeros(9, 1, 32, 128, dtype=BF16), torch.zeros(2, 128, dtype=torch.int32)
+    q = torch.zeros(2, 64, 128, dtype=BF16)
+    args = (q, torch.zeros(2, 64), keys, starts, lengths, table, 2048)
+    yield "select_tokens", lambda: kernel("select_tokens")(*args)
 
 
 def _experts() -> Iterator[tuple[str, Callable[[], Any]]]:

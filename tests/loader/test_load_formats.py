@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 import uuid
+from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
@@ -93,6 +96,39 @@ def test_a_rank_reads_its_own_boxes_of_its_own_file_alone(tiny, tmp_path):
                     assert torch.equal(lazy[name].read(slot.take), held[name][slot.take.slices])
         for name, value in held.items():
             assert torch.equal(lazy[name].read(Box.full(tuple(value.shape))), value)
+
+
+LOADED = re.compile(
+    r"rank (\d) read [\d.]+ \w+ in [\d.]+ s and holds [\d.]+ \w+ of weights on cpu, [\d.]+ s after"
+)
+TRACED = re.compile(
+    r"rollout rank (\d): (\S+) \[.*\] float32: read (\d+) bytes in [\d.]+ ms -> (.*)"
+)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more)])
+def test_a_load_says_what_each_rank_read_and_where_it_went(tiny, capfd, caplog, ranks):
+    """And of ranks that load one after the other, the second begins when the first has ended."""
+    caplog.set_level(logging.INFO, "rollout.engine.core")
+    settings = {"trace_load": True, "max_parallel_loading_workers": 1, "executor": "auto"}
+    with Rollout(str(tiny), tensor_parallel_size=ranks, **settings, **CPU) as r:
+        held = r.weight_info().tensors
+    logged = [found[1] for line in caplog.messages if (found := LOADED.match(line))]
+    assert logged == [str(rank) for rank in range(ranks)]
+    said = map(TRACED.fullmatch, capfd.readouterr().err.splitlines())
+    lines = [found.groups() for found in said if found]
+    assert [rank for rank, *_ in lines] == sorted(rank for rank, *_ in lines)
+    sizes = {meta.name: meta.nbytes for meta in held}
+    for rank in range(ranks):
+        of = {
+            name: (int(read), where) for number, name, read, where in lines if int(number) == rank
+        }
+        assert of.keys() == sizes.keys()
+        name = "model.layers.1.mlp.up_proj.weight"
+        rows = 128 // ranks
+        where = f"model.layers.1.mlp.gate_up_proj.weight[{rows}:{2 * rows}, 0:64]"
+        assert of[name] == (sizes[name] // ranks, where)
+        assert of["model.norm.weight"][0] == sizes["model.norm.weight"]  # which every rank has
 
 
 def test_files_of_two_saves_are_no_checkpoint(tiny, tmp_path):
@@ -229,6 +265,29 @@ def test_a_registered_loader_serves_in_this_process_and_in_ranks_of_their_own(
     for size in sizes:
         with Rollout(str(tiny), load_format="doubled", tensor_parallel_size=size, **CPU) as r:
             assert r.check_weights(want).equal
+
+
+@pytest.mark.skipif(find_spec("fastsafetensors") is not None, reason="it is there")
+def test_fastsafetensors_that_is_not_installed_is_named(tiny):
+    with pytest.raises(ConfigError, match="pip install fastsafetensors, or use load_format='saf"):
+        Rollout(str(tiny), load_format="fastsafetensors", **CPU)
+
+
+@pytest.mark.skipif(find_spec("fastsafetensors") is None, reason="needs fastsafetensors")
+def test_fastsafetensors_reads_what_safetensors_does(tiny, tmp_path):
+    """Of files in two shards; every rank its boxes."""
+    held = list(weights(tiny).items())
+    for number in range(2):
+        save_file(dict(held[number::2]), tmp_path / f"model-{number}.safetensors")
+    shutil.copyfile(tiny / "config.json", tmp_path / "config.json")
+    with open_checkpoint(str(tmp_path), load_format="fastsafetensors") as checkpoint:
+        for name, lazy in checkpoint.items():
+            box = Box((1,) * len(lazy.shape), lazy.shape)
+            assert torch.equal(lazy.read(box), dict(held)[name][box.slices])
+    for ranks in (1, 2):
+        settings = {"load_format": "fastsafetensors", "tensor_parallel_size": ranks}
+        with Rollout(str(tmp_path), **settings, **CPU) as r:
+            assert r.check_weights(dict(held)).equal
 
 
 def test_what_is_no_loader_is_refused_by_name(tiny):

@@ -72,7 +72,7 @@ def test_check_says_of_mxfp4_what_auto_does_with_it(tmp_path):
         ({"weights": {"num_bits": 4, "strategy": "group"}}, "4 bits by group is not supported"),
         ({"weights": {"num_bits": 8, "strategy": "channel", "symmetric": False}}, "zero points"),
         ({"weights": None}, "must say one grid of weights, got 0"),
-        ({"method": "awq"}, "quantization_config is not supported"),
+        ({"method": "hqq"}, "quantization_config is not supported"),
     ],
 )
 def test_check_refuses_what_no_scheme_here_is(tmp_path, changes, match):

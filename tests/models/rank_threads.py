@@ -85,7 +85,11 @@ class Session:
             k = torch.full(shape, 7.0, dtype=model.build.dtype)
             beside = layer in config.recurrent_layers
             states = _states(model, len(sequences) + 2) if beside else None
-            self.kv.append(LayerKV(k, k if tensors == 1 else k.clone(), states))
+            index = None
+            if layer in config.indexed_layers:
+                dim = config.latent.index.dim
+                index = torch.full((shape[0], 1, BLOCK, dim), 7.0, dtype=k.dtype)
+            self.kv.append(LayerKV(k, k if tensors == 1 else k.clone(), states, index))
 
     def advance(self, counts: Sequence[int]) -> list[Tensor]:
         """Run the next ``counts[s]`` tokens of each sequence; their logits, per sequence."""

@@ -204,7 +204,8 @@ def test_heads_that_do_not_divide_over_ranks_are_refused_in_the_expected_words()
     with pytest.raises(ConfigError) as caught:
         config.check_tensor_parallel(3)
     assert str(caught.value) == (
-        "Total number of attention heads (40) must be divisible by tensor parallel size (3)."
+        "Total number of attention heads (40) must be divisible by tensor parallel size (3). "
+        "Sizes that work: 1, 2, 4, 8."
     )
 
 

@@ -91,6 +91,19 @@ SHAPES = {
         "rope_parameters": YARN,
         "num_layers": 3,
     },
+    "deepseek_v32": {},
+    "deepseek_v32, three tokens of an odd head, yarn": {
+        "index_topk": 3,
+        "index_n_heads": 17,
+        "index_head_dim": 7,
+        "attention_bias": True,
+        "rope_parameters": YARN,
+    },
+    "glm_moe_dsa": {},
+    "glm_moe_dsa, layers that share an index": {
+        "num_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "deepseek_v2": {},
     "deepseek_v2, greedy, yarn": {
         "topk_method": "greedy",
@@ -139,6 +152,8 @@ MORE = (
     "kimi_linear, queries by a vector, all sparse, one group",
     "glm4_moe, normalised heads, one dense layer, no groups",
     "deepseek_v3, queries of the hidden state, one dense layer, yarn",
+    "deepseek_v32, three tokens of an odd head, yarn",
+    "glm_moe_dsa",
     "deepseek_v2",
     "granite_hybrid",
     "granite_hybrid, one group, rope, no bias of the convolution",

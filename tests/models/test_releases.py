@@ -28,6 +28,7 @@ SIZES: dict[str, tuple[float, int]] = {
 }
 LARGE: dict[str, tuple[float, int]] = {  # of many experts; the table of a rank takes a second
     "DeepSeek-V3.1": (671.0, 1),
+    "DeepSeek-V3.2-Exp": (671.9, 1),  # with the index of each layer
     "GLM-4.6": (357.0, 1),
     "Kimi-K2-Instruct": (1026.0, 1),
     "Kimi-Linear-48B-A3B-Instruct": (49.1, 1),

@@ -174,6 +174,8 @@ def test_told_experts_give_the_same_scores_in_the_engine_and_in_the_trainer(tmp_
         assert gap(told[2:], torch.from_numpy(first.logprobs)) < 1e-5
         with pytest.raises(InvalidRequest, match="a list of 1 arrays, one for each prompt"):
             engine.score([ids], routed_experts=other)
+        with pytest.raises(InvalidRequest, match=r"got an array of float64 \[2, 2, 2\]$"):
+            replace(SCORED, routed_experts=np.zeros((2, 2, 2)))
     assert gap(told, plain) > 0.1
     assert gap(trained(model, ids), plain) < 1e-4
     with replayed_experts(model, other) as replay:

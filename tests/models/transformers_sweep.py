@@ -4,7 +4,9 @@
 
 prints a row for each: natively | by transformers | not, and why. A model counts when it loads, when
 its logprobs over pages equal transformers' own (1e-4), and when an update from its module, under
-the names that it has in memory, makes the instance that its files would, bit for bit.
+the names that it has in memory, makes the instance that its files would, bit for bit. Of those that
+transformers' modules serve and have a plan of tensor parallelism: whether two ranks say what one
+does (1e-4, and the same tokens greedily), from the files and after that update.
 """
 
 from __future__ import annotations
@@ -14,22 +16,23 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rank_threads import Session
+from rank_threads import Session, run_ranks
 from tiny_models import randomize
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollout.distributed import TensorParallel
 from rollout.errors import RolloutError
 from rollout.loader import open_checkpoint
-from rollout.models.build import build_model
+from rollout.models.build import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.models.model import Model
+from rollout.models.weight_table import check_tables
 from rollout.weight_sync.protocol.fit import check_metadata
 from rollout.weight_sync.source import WeightSource
 from rollout.weight_sync.trainer.sources.detect import detect
@@ -129,7 +132,10 @@ MOST = 3_000_000  # parameters of a tiny model
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one model type; ``how``: natively, by transformers or not."""
+    """What became of one model type; ``how``: natively, by transformers or not.
+
+    ``ranks``: whether two give what one does: "equal", or why not; "" where nothing plans them.
+    """
 
     model_type: str
     architecture: str
@@ -137,12 +143,14 @@ class Row:
     matches: bool
     updates: bool
     why: str = ""
+    ranks: str = ""
 
     def __str__(self) -> str:
         marks = " ".join(
             name for name, so in (("matches", self.matches), ("updates", self.updates)) if so
         )
-        return f"{self.model_type:24} {self.how:16} {marks:16} {self.why[:600]}"
+        ranks = f"over two ranks: {self.ranks}" if self.ranks else ""
+        return f"{self.model_type:24} {self.how:16} {marks:16} {ranks} {self.why[:600]}"
 
 
 def model_types() -> Iterator[tuple[str, str]]:
@@ -200,7 +208,40 @@ def judge(model_type: str, architecture: str, where: Path) -> Row:
         return row(how, f"{why} {error}", matches)
     pairs = zip(run(shadow, sequences), run(fresh, sequences), strict=True)
     updates = all(torch.equal(a, b) for a, b in pairs)
-    return row(how, why, matches, updates)
+    found = row(how, why, matches, updates)
+    over = config.over_ranks
+    if over is None or not over.whole.plan:
+        return found
+    alone = (run(live, sequences), run(fresh, sequences))
+    return replace(found, ranks=over_two(config, where / "a", changed, sequences, alone))
+
+
+def over_two(
+    config: ModelConfig,
+    files: Path,
+    changed: Any,
+    sequences: list[list[int]],
+    alone: tuple[list[torch.Tensor], list[torch.Tensor]],
+) -> str:
+    """Whether two ranks give what one did, from ``files`` and updated from ``changed``."""
+
+    def rank(tp: TensorParallel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        live = load(config, files, tp)
+        shadow = live.empty_like()
+        shadow.load_weights(sent(changed, shadow))
+        return run(live, sequences), run(shadow, sequences)
+
+    try:
+        config.check_tensor_parallel(2)
+        check_tables(build_tables(config, 2, torch.float32))
+        found = run_ranks(2, rank)
+    except RolloutError as error:
+        return str(error)
+    pairs = [pair for one in found for pair in zip(alone, one, strict=True)]
+    each = [pair for one, two in pairs for pair in zip(one, two, strict=True)]
+    apart = max(float((a.log_softmax(-1) - b.log_softmax(-1)).abs().max()) for a, b in each)
+    same = all(torch.equal(a.argmax(-1), b.argmax(-1)) for a, b in each)
+    return "equal" if apart < 1e-4 and same else f"logprobs differ by {apart:.2g}"
 
 
 def sent(trained: Any, to: Model) -> WeightSource:
@@ -247,11 +288,10 @@ def tiny_settings(fields: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     return found | OWN.get(fields.model_type, {})
 
 
-def load(config: ModelConfig, where: Path) -> Model:
+def load(config: ModelConfig, where: Path, tp: TensorParallel | None = None) -> Model:
+    tp = tp or TensorParallel()
     with open_checkpoint(str(where)) as checkpoint:
-        model = build_model(
-            config, TensorParallel(), torch.float32, "cpu", tensors=checkpoint.metadata
-        )
+        model = build_model(config, tp, torch.float32, "cpu", tensors=checkpoint.metadata)
         model.load_weights(checkpoint.items())
     return model
 
@@ -276,6 +316,7 @@ def main() -> None:
         print(row, flush=True)
         counts[row.how] += 1
         counts["match and update"] += row.matches and row.updates
+        counts["over two ranks"] += row.ranks == "equal"
     print(", ".join(f"{name}: {count}" for name, count in counts.items()))
 
 

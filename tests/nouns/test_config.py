@@ -79,6 +79,9 @@ def test_every_spelling_of_others_leads_to_a_field_of_ours() -> None:
         {"timeout": "30"},
         {"weight_dirs": 3},
         {"cuda_graph_sizes": "3"},
+        {"max_parallel_loading_workers": 0},
+        {"lora_embeddings": True},
+        {"lora_experts": True},
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_by_name(setting) -> None:

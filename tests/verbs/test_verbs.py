@@ -295,6 +295,12 @@ def test_a_trainer_learns_what_it_asks_for(engine) -> None:
     assert config["weight_transfer_config"] == {"backend": "gloo"}
     assert config["model_config"]["dtype"] == "torch.float32"
     assert config["model_config"]["logprobs_mode"] == "raw_logprobs"
+    parallel = config["parallel_config"]
+    assert parallel["tensor_parallel_size"] == parallel["world_size"] == engine.ranks
+    assert parallel["pipeline_parallel_size"] == parallel["data_parallel_size"] == 1
+    assert parallel["disable_custom_all_reduce"] is True
+    unset = ("max_parallel_loading_workers", "tokenizer_pool_config", "placement_group")
+    assert [parallel[name] for name in unset] == [None] * 3
     assert engine.http.get("/get_world_size").json() == {"world_size": engine.ranks}
     assert engine.rollout.server_info().world_size == engine.ranks
 

@@ -134,5 +134,8 @@ def test_a_trainer_killed_midway_leaves_the_version_and_no_memory(
         time.sleep(0.05)
     assert not left(process.pid)
     assert client.weight_version == version
+    told = client.metrics().weight_update_errors[-1]
+    assert "the trainer went away, or closed its channel, while its tensors came in, after" in told
+    assert told.endswith(f"version {version} serves on")
     assert client.check_weights(model).equal
     assert client.update_weights(model, transport=transport).version == version + 1

@@ -62,16 +62,10 @@ class MultiprocessExecutor:
                 self._rendezvous = RendezvousServer(self.size, backend, self._host)
                 args["rendezvous"] = to_plain(self._rendezvous.info)
             self._spawn()
-            futures = self.call("start", args)
-            done, silent = wait(futures, deadline - time.monotonic(), FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            if silent:
-                ranks = ", ".join(str(i) for i, f in enumerate(futures) if f in silent)
-                raise DeadlineExceeded(
-                    f"rank {ranks} did not load its model within start_timeout="
-                    f"{config.start_timeout:g} s (phase: start)"
-                )
+            at_once = config.max_parallel_loading_workers or self.size
+            for first in range(0, self.size, at_once):
+                loading = list(range(first, min(first + at_once, self.size)))
+                self._load({**args, "ranks": loading}, deadline)
             if self._ring is not None:
                 self._ring.begin()
         except BaseException:
@@ -80,6 +74,19 @@ class MultiprocessExecutor:
                 if late is not None:
                     late.close()
             raise
+
+    def _load(self, args: Mapping[str, Any], deadline: float) -> None:
+        """Have these ranks load, and wait for them; all form their group at the first call."""
+        futures = self.call("start", args)
+        done, silent = wait(futures, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if silent:
+            ranks = ", ".join(str(i) for i, f in enumerate(futures) if f in silent)
+            raise DeadlineExceeded(
+                f"rank {ranks} did not load its model within start_timeout="
+                f"{self._config.start_timeout:g} s (phase: start)"
+            )
 
     def call(
         self, method: str, args: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None

@@ -27,6 +27,7 @@ from rollout.engine.executors.external import ExternalExecutor, RankHost
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.weight_sync.transports.host import host_id
 
+NAMESPACE = "rollout"  # of named placement groups, in every process that connects by itself
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_")  # settings of collectives
 _LOOK = 0.2  # seconds between looks at what has become of the ranks that start
 _SWITCH_INTERVAL = 0.0005  # seconds: a step waits at most so long for Python of the staging thread
@@ -49,12 +50,13 @@ class RayExecutor(ExternalExecutor):
         self._ray: Any = None
         self._gpus = False
         self._placement: Any = None
+        self._is_ours = config.ray_placement_group is None
         self._actors: list[Any] = []
 
     def start(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout
         try:
-            self._ray = _connected(self._config.ray_address)
+            self._ray = connected(self._config.ray_address)
             self._place(deadline)
             self._meet(deadline)
         except BaseException:
@@ -67,7 +69,7 @@ class RayExecutor(ExternalExecutor):
         for actor in self._actors:
             with suppress(Exception):  # the cluster may be gone, with all of them
                 self._ray.kill(actor, no_restart=True)
-        if self._placement is not None:
+        if self._placement is not None and self._is_ours:
             with suppress(Exception):
                 self._ray.util.remove_placement_group(self._placement)
             self._placement = None
@@ -83,17 +85,19 @@ class RayExecutor(ExternalExecutor):
         available = ray.cluster_resources()
         self._gpus = device == "cuda" or (device == "auto" and available.get("GPU", 0) > 0)
         each = {"CPU": float(self._config.num_threads or 1), "GPU": float(self._gpus)}
-        bundles = [{name: n for name, n in each.items() if n}] * self.size
-        self._placement = ray.util.placement_group(bundles, strategy="PACK")
-        try:
-            ray.get(self._placement.ready(), timeout=max(deadline - time.monotonic(), 0.01))
-        except ray.exceptions.GetTimeoutError:
-            free = {name: ray.available_resources().get(name, 0.0) for name in bundles[0]}
-            raise DeadlineExceeded(
-                f"Ray found no room for {self.size} ranks with {_named(bundles[0])} each within "
-                f"start_timeout={self._config.start_timeout:g} s; free in the cluster are "
-                f"{_named(free)}: add nodes, or lower tensor_parallel_size or num_threads"
-            ) from None
+        bundle = {name: n for name, n in each.items() if n}
+        self._placement = self._group(bundle)
+        while not is_placed(ray, self._placement):
+            if self._closed:
+                raise EngineClosed("the engine was closed while it started")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"Ray found no room for {self.size} ranks with {named(bundle)} each within "
+                    f"start_timeout={self._config.start_timeout:g} s; free in the cluster are "
+                    f"{named(free(ray, bundle))}: add nodes, or lower tensor_parallel_size or "
+                    "num_threads"
+                )
+            time.sleep(_LOOK)
         table = ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
         here = ray.get_runtime_context().get_node_id()
         nodes = [table[index] for index in range(self.size)]
@@ -105,13 +109,33 @@ class RayExecutor(ExternalExecutor):
             self._actors.append(
                 kind.options(
                     num_cpus=each["CPU"], num_gpus=each["GPU"], max_restarts=0,
-                    scheduling_strategy=strategy, runtime_env={"env_vars": _environment()},
+                    scheduling_strategy=strategy, runtime_env={"env_vars": passed_on()},
                 ).remote()
             )  # fmt: skip
         # Ranks of this node may still be another user's, or in a container: they share no memory.
         near = all(node == here for node in nodes)
         self.one_host = near and self._hosts(deadline) == {host_id()}
         self._host = LOOPBACK if self.one_host else str(ray.util.get_node_ip_address())
+
+    def _group(self, bundle: dict[str, float]) -> Any:
+        """The placement group that the ranks lie in, a bundle for each."""
+        ray, name = self._ray, self._config.ray_placement_group
+        if name is None:
+            return ray.util.placement_group([bundle] * self.size, strategy="PACK")
+        try:
+            found = ray.util.get_placement_group(name)
+        except ValueError as error:
+            raise ConfigError(
+                f"ray_placement_group: the cluster has none named {name!r} in this process's "
+                f"namespace (rollout's own is {NAMESPACE!r})"
+            ) from error
+        fit = [all(b.get(r, 0) >= n for r, n in bundle.items()) for b in found.bundle_specs]
+        if len(fit) < self.size or not all(fit[: self.size]):
+            raise ConfigError(
+                f"ray_placement_group {name!r} has bundles {found.bundle_specs}, and {self.size} "
+                f"ranks need one with {named(bundle)} each"
+            )
+        return found
 
     def _hosts(self, deadline: float) -> set[str]:
         """Of the actors, once they are up."""
@@ -183,28 +207,33 @@ class RankActor:
         self._host = RankHost(sock, torch.device("cuda", 0) if gpu else torch.device("cpu"))
 
 
-def _connected(address: str | None) -> Any:
-    """The module ``ray``, connected to a cluster that runs already."""
+def connected(address: str | None, asks: str = "executor='ray'") -> Any:
+    """The module ``ray``, connected to a cluster that runs already; ``ConfigError`` says what
+    ``asks`` for it.
+    """
     try:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
         raise ConfigError(
-            f"executor='ray' needs Ray, which cannot be imported ({error}); "
+            f"{asks} needs Ray, which cannot be imported ({error}); "
             "in a checkout, pip install -c constraints.txt -e '.[ray]'"
         ) from error
     if not ray.is_initialized():
         try:
-            ray.init(address=address or "auto", configure_logging=False, log_to_driver=True)
+            ray.init(
+                address=address or "auto", namespace=NAMESPACE, configure_logging=False,
+                log_to_driver=True,
+            )  # fmt: skip
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"executor='ray' found no Ray cluster at {address or 'this machine'} ({error}); "
-                "start one with 'ray start --head', or name its address with ray_address"
+                f"{asks} found no Ray cluster at {address or 'this machine'} ({error}); start one "
+                "with 'ray start --head', or name its address (--ray ADDRESS, ray_address)"
             ) from error
     return ray
 
 
-def _environment() -> dict[str, str]:
+def passed_on() -> dict[str, str]:
     """What Ray's own environment on another node cannot know."""
     passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     return {
@@ -229,5 +258,16 @@ def _probe(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _named(resources: dict[str, float]) -> str:
+def is_placed(ray: Any, placement: Any) -> bool:
+    """Whether the cluster has given a placement group what it asks for."""
+    return bool(ray.util.placement_group_table(placement).get("state") == "CREATED")
+
+
+def free(ray: Any, like: dict[str, float]) -> dict[str, float]:
+    """What nobody has taken in the whole cluster of those resources."""
+    available = ray.available_resources()
+    return {name: available.get(name, 0.0) for name in like}
+
+
+def named(resources: dict[str, float]) -> str:
     return " and ".join(f"{n:g} {name}" for name, n in resources.items())

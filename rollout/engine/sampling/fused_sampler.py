@@ -40,7 +40,8 @@ class FusedSampler:
         settings = to_device(torch.from_numpy(_settings(sampling)), logits.device)
         numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
         tokens, scores = sample(
-            logits, settings[:, 0].long(), numbers, settings[:, 4].long(), draws
+            *(logits, settings[:, 0].long(), numbers, settings[:, 4].long(), draws),
+            filtered=has_filters(sampling),
         )
         count, none = (
             sampling.num_sampled,
@@ -55,6 +56,13 @@ def is_special(sampling: SamplingMetadata) -> bool:
     edited = any(map(len, (*sampling.processed_rows, sampling.kept_rows)))
     edited = edited or len(sampling.target_temperatures) > 0
     return edited or not sampling.num_rows or int(sampling.num_top.max()) > 0
+
+
+def has_filters(sampling: SamplingMetadata) -> bool:
+    """Whether a row has top_k, top_p or min_p."""
+    numbers = sampling.numbers
+    dropped = (numbers[:, TOP_P] < 1) | (numbers[:, MIN_P] > 0) | (sampling.top_k > 0)
+    return bool(dropped.any())
 
 
 def row_numbers(sampling: SamplingMetadata) -> Floats:

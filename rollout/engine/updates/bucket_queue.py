@@ -24,6 +24,7 @@ class BucketQueue:
         self._waiting: dict[int, list[Future[Reply]]] = {}
         self._carried: list[int] = []  # header hashes of the buckets that carried their bytes
         self._connecting: list[Future[Reply]] | None = None
+        self.count = 0  # that were announced
 
     def connect(self, update_id: str) -> None:
         """The ranks go on to meet the sender; their replies are due before the first bucket's."""
@@ -60,6 +61,7 @@ class BucketQueue:
         """``carried``: its bytes, where they travel with it. ``plain`` False: the only rank is in
         this process, and takes the header as it is.
         """
+        self.count += 1
         args = {"update_id": update_id, "header": to_plain(header) if plain else header}
         self._waiting[header.index] = self._engine.call("stage_bucket", args, carried)
 

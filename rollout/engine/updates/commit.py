@@ -170,12 +170,6 @@ class Sealed:
         return {"quantization": scheme, "quantized_digest": f"{live:016x}"}
 
 
-def pin_terms(request: UpdateRequest) -> PinTerms:
-    """Of an update with ``in_flight="pin"``."""
-    seconds = request.pin_timeout or request.timeout
-    return PinTerms(timeout=seconds, fallback=request.pin_fallback)
-
-
 class Switch:
     """Exchanges the two instances of every rank; for the holder of the lease.
 
@@ -193,6 +187,7 @@ class Switch:
         timeout: float,
         held: dict[str, int] | None,
         *,
+        pin: PinTerms | None = None,
         models: bool = True,
         adapters: Collection[str] = (),
         name: Callable[[int], object] = lambda version: None,
@@ -204,6 +199,7 @@ class Switch:
         it, or nothing was loaded (no ``request``), it is read again before a step can run. Any
         failure takes all ranks back and raises; where that fails too the engine is broken.
 
+        ``pin``: terms for requests that it pins, None where none can be.
         ``models`` False: no instance changes, and the ranks have nothing to do. ``name`` says
         at that boundary which slots the names of ``adapters`` mean in this version. Weights that
         are broken are not mended by it: ``EngineBroken``.
@@ -212,7 +208,6 @@ class Switch:
         given_up = threading.Event()
         version = live + 1 if request is None or request.version is None else request.version
         in_flight = "keep" if request is None else request.in_flight
-        pin = None if request is None or in_flight != "pin" else pin_terms(request)
 
         def boundary() -> tuple[float, dict[str, int]]:
             started, live = time.perf_counter(), held

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
+from rollout.engine.pins import PinTerms
 from rollout.engine.updates.adapters import AdapterUpdates
 from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
@@ -233,7 +234,7 @@ class Coordinator:
         if not request.models:
             return replace(request, staging="device")  # their slots are beside what is live
         if request.in_flight == "pin":
-            self._check_pin(self.served.staging if request.staging == "auto" else request.staging)
+            self._check_pin(request)
         if request.staging != "auto" or self.served.staging != "none":
             return request
         if request.encoding != "full":
@@ -255,9 +256,18 @@ class Coordinator:
         num_bytes = sum(meta.nbytes for meta in sent)
         return self.limits.check(request, plans, self._receipts, num_bytes)
 
-    def _check_pin(self, staging: str) -> None:
-        """Raise ``ConfigError`` if two versions cannot run at a time."""
+    def pin_terms(self, request: UpdateRequest) -> PinTerms | None:
+        """Of requests that it pins; None if two versions cannot run at a time."""
+        staging = self.served.staging if request.staging == "auto" else request.staging
         if staging == "none" or (staging == "host" and self.served.device != "cpu"):
+            return None
+        seconds = request.pin_timeout or request.timeout
+        return PinTerms(timeout=seconds, fallback=request.pin_fallback)
+
+    def _check_pin(self, request: UpdateRequest) -> None:
+        """Raise ``ConfigError`` if two versions cannot run at a time."""
+        if self.pin_terms(request) is None:
+            staging = self.served.staging if request.staging == "auto" else request.staging
             raise ConfigError(
                 f'in_flight="pin" runs two versions at a time, and staging={staging!r} leaves no '
                 'second instance on the device: use staging="device" (memory for it is set aside '

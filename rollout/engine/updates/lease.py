@@ -47,7 +47,6 @@ from rollout.weights.components import component_of
 from rollout.wire.codec import from_plain, to_plain
 
 log = logging.getLogger(__name__)
-_CLOSED = "the channel was closed before the commit"
 
 
 class Lease:
@@ -253,6 +252,7 @@ class Lease:
             }
             stall, held = of.switch.run(
                 *(request, request.timeout, held),
+                pin=of.pin_terms(request),
                 models=bool(request.models),
                 adapters=request.adapters,
                 name=lambda version: of.adapters.commit(self._slots, made, request.adapters_after),
@@ -293,7 +293,15 @@ class Lease:
         self._end(reason)
 
     def close(self) -> None:
-        self._end(_CLOSED, failed=True)
+        when = f"while its tensors came in, after {self._buckets.count} buckets"
+        if self._begun is None:
+            when = "before the update had begun"
+        elif self._sealed is not None:
+            when = "between the ranks' votes and the commit"
+        staged = self._request is None or self._request.staging != "none"
+        serves = f": version {self._of.engine.version} serves on" if staged else ""
+        reason = f"the trainer went away, or closed its channel, {when}{serves}"
+        self._end(reason, failed=True, told=self._request is not None)
 
     @property
     def is_lost(self) -> bool:
@@ -405,7 +413,7 @@ class Lease:
             self.abort(str(error))
             raise
 
-    def _end(self, reason: str, failed: bool = False) -> None:
+    def _end(self, reason: str, failed: bool = False, told: bool = True) -> None:
         with self._lock:
             if self._freed or self._phase in ("committing", "prepared"):
                 return
@@ -417,7 +425,7 @@ class Lease:
         if self._begun is not None:
             begun = replace(self._begun, wants=None)
             of.ended.add(Outcome(begun=begun, receipt=self._committed, reason=self._ended))
-        if failed and request is None and reason is not _CLOSED:
+        if failed and request is None and told:
             log.info("an update was refused: %s", reason)
         elif failed and request is not None:
             log.info(

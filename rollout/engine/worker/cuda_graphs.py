@@ -110,7 +110,7 @@ class DecodeGraphs:
         if self.draws is None or not self.draws.takes(sampling):
             return None
         size = self._replay(batch, sampling)
-        return None if size is None else self.draws.replay(size, sampling.num_rows)
+        return None if size is None else self.draws.replay(size, sampling)
 
     def drop(self) -> None:
         """Free the graphs and their memory; ``run`` must not be called again."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rollout.engine.sampling.fused_sampler import is_special
+from rollout.engine.sampling.fused_sampler import has_filters, is_special
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.decode_inputs import DecodeInputs
@@ -41,7 +41,8 @@ class DrawGraphs:
 
     A graph of its own behind that of the forward pass: a step that needs another sampler does not
     pay for it, a rank that does not sample has none, and where it cannot be captured the others
-    still are. ``logits``: [size, vocabulary] by size, written by each replay of the pass before.
+    still are. Rows without filters have one of two launches, those with some one of many.
+    ``logits``: [size, vocabulary] by size, written by each replay of the pass before.
     """
 
     def __init__(self, logits: Mapping[int, Tensor], inputs: DecodeInputs, pool: Any) -> None:
@@ -50,18 +51,23 @@ class DrawGraphs:
         self._given = torch.full((inputs.rows,), -1, dtype=torch.int64, device=device)
         # A row: its token, and three float32 in the words behind it.
         self._packed = torch.zeros(inputs.rows, 3, dtype=torch.int64, device=device)
-        self._captured = {size: capture(self._draw(rows), pool) for size, rows in logits.items()}
+        self._captured = {
+            (size, filtered): capture(self._draw(rows, filtered), pool)
+            for size, rows in logits.items()
+            for filtered in (False, True)
+        }
 
     @staticmethod
     def takes(sampling: SamplingMetadata) -> bool:
         """Whether rows that all draw have nothing that another sampler is for."""
         return sampling.num_sampled == sampling.num_rows and not is_special(sampling)
 
-    def replay(self, size: int, count: int) -> SamplerOutput:
-        """What the first ``count`` rows of a step of ``size`` draw; on the device, valid until the
-        next call. The inputs hold their settings, and the logits are there.
+    def replay(self, size: int, sampling: SamplingMetadata) -> SamplerOutput:
+        """What the rows of a step of ``size`` draw, those of ``sampling`` and no others; on the
+        device, valid until the next call. The inputs hold their settings, and the logits are there.
         """
-        graph, (tokens, scores) = self._captured[size]
+        count = sampling.num_rows
+        graph, (tokens, scores) = self._captured[size, has_filters(sampling)]
         graph.replay()
         raw, processed, log_kept = scores[:count].unbind(1)
         none = scores.new_empty(count, 0)
@@ -76,12 +82,13 @@ class DrawGraphs:
             graph.reset()
         self._captured = {}
 
-    def _draw(self, logits: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _draw(self, logits: Tensor, filtered: bool) -> Callable[[], tuple[Tensor, Tensor]]:
         size = len(logits)
         numbers, top_k, draws = self._inputs.settings(size)
 
         def run() -> tuple[Tensor, Tensor]:
-            tokens, scores = sample(logits, self._given[:size], numbers, top_k, draws)
+            given = self._given[:size]
+            tokens, scores = sample(logits, given, numbers, top_k, draws, filtered=filtered)
             self._packed[:size, 0].copy_(tokens)
             self._packed.view(torch.float32)[:size, 2:5].copy_(scores)
             return tokens, scores

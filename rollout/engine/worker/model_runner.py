@@ -30,6 +30,7 @@ from rollout.engine.worker.cuda_graphs import (
     wants_graphs,
 )
 from rollout.engine.worker.held_component import HeldComponent
+from rollout.engine.worker.load_trace import traced
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import Checkpoint, open_location
@@ -43,7 +44,7 @@ from rollout.models.model import Model
 from rollout.models.vision_lm import VisionCausalLM
 from rollout.weights import LazyTensor, TensorMeta
 from rollout.weights.components import POLICY, component_of, own_name, qualified
-from rollout.wire.frames import Reply, dtype_from_name
+from rollout.wire.frames import Reply
 
 _LOGITS = 32 << 20  # elements of logits that are made at once, of many rows
 
@@ -65,7 +66,7 @@ class ModelRunner:
         started = time.perf_counter()
         self.config, self.tp, self.device = config, tp, device
         self._found, self.model_config = found, found.config
-        self.dtype = found.config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
+        self.dtype = found.dtype_of(config)
         self._components = {
             name: HeldComponent.at(path, tp, config.expert_parallel)
             for name, path in config.components.items()
@@ -384,7 +385,10 @@ class ModelRunner:
                     progress=self.config.progress and self.tp.rank == 0,
                 )
                 opened.append(checkpoint)
-                streams.append(_named(component, stack.enter_context(checkpoint)))
+                stream = _named(component, stack.enter_context(checkpoint))
+                if self.config.trace_load:
+                    stream = traced(stream, checkpoint, model.table, self.tp.rank)
+                streams.append(stream)
             model.load_weights(chain.from_iterable(streams))
             return sum(checkpoint.bytes_read for checkpoint in opened)
 

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig
-from rollout.distributed import Rendezvous, TensorParallel, choose_device, join_group
+from rollout.distributed import (
+    Rendezvous,
+    TensorParallel,
+    check_dtype,
+    choose_device,
+    join_group,
+)
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.worker.model_runner import ModelRunner
 from rollout.engine.worker.profile import RankProfile, read_speed
@@ -154,7 +160,8 @@ class Worker:
     def start(self, args: Args) -> dict[str, Any]:
         """Build the model and load its weights; replies what ``info`` does. Idempotent.
 
-        Collective where ``rendezvous`` names a place: the ranks form their group first.
+        Collective where ``rendezvous`` names a place: the ranks form their group first. Where
+        ``ranks`` are named and this is none of them, that is all: a later call has it load.
         """
         if self._runner is None:
             config = self.config
@@ -162,8 +169,11 @@ class Worker:
                 torch.cuda.set_device(self.device)  # this process is the rank's own
             found = ResolvedModel.of(config)
             found.config.check_tensor_parallel(self.tp.size, config.expert_parallel)
-            if args.get("rendezvous") is not None:
+            check_dtype(self.device, found.dtype_of(config))
+            if args.get("rendezvous") is not None and self.tp.group is None:
                 self._join(args["rendezvous"])
+            if self.tp.rank not in args.get("ranks", (self.tp.rank,)):
+                return {}
             self._runner = ModelRunner(found.settled(config), found, self.tp, self.device)
             device = str(self.device)
             self._updates = RankUpdates(

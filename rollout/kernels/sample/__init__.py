@@ -10,13 +10,18 @@ from rollout.kernels.op import op
 
 @op
 def sample(
-    logits: Tensor, given: Tensor, numbers: Tensor, top_k: Tensor, draws: Tensor
+    logits: Tensor,
+    given: Tensor,
+    numbers: Tensor,
+    top_k: Tensor,
+    draws: Tensor,
+    filtered: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``(tokens, scores)``: int64 [R] and float32 [R, 3], raw, processed, log of the kept mass.
 
     logits: [R, V]; given: [R] int64, a token that is scored instead of drawn where it is not
     negative; numbers: [R, 3] float32, temperature (0: the argmax), top_p, min_p; top_k: [R] int64,
-    0 for all; draws: [R] float64 in [0, 1).
+    0 for all; draws: [R] float64 in [0, 1). ``filtered``: False says that no row has a filter.
 
     raw is the log-softmax of the logits. A drawn token comes from ``softmax(logits / temperature)``
     after min_p, top_k and top_p, in this order, by inverting the cumulative sum in the order of the

@@ -12,6 +12,7 @@ from rollout.models.layers.attention import Turn
 from rollout.models.layers.base import Build, Layer, rows_slot
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
 from rollout.models.layers.norm import RMSNorm
+from rollout.models.layers.token_index import TokenIndex
 from rollout.weights import WeightSlot
 
 EPS = 1e-6  # of the two norms here, whatever the config says of the others
@@ -26,9 +27,12 @@ class LatentAttention(nn.Module):
     products with ``up`` are views of the file's own ``kv_b_proj``: nothing is derived from it that
     an update could leave behind. Heads are split over ranks, the cached vectors replicated; one
     all-reduce. (DeepSeek-V2, arXiv 2405.04434, section 2.1.)
+
+    Where there is an index, a token attends to those that it chooses: in this layer, or in the
+    last one before it that has one.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
         config = build.config
         latent = config.latent
@@ -50,30 +54,34 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = LatentUp(build, latent)
         values = config.num_heads * latent.value_dim
         self.o_proj = RowLinear(build, values, hidden, config.o_bias)
+        self.indexer: TokenIndex | None = None
+        if latent.index is not None and layer in latent.index.layers:
+            self.indexer = TokenIndex(build, latent.index, inputs)
 
     def forward(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         latent = self.latent
-        q, key = self.query(x), self.key(x)
+        vector = x if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(x))
+        q, key = self.query(vector), self.key(x)
         cache = kv.k
         q = rope_and_cache(q, key, None, *turn, cache, None, batch.slot_mapping)
-        out = paged_attention(
-            q,
-            cache,
-            cache,
-            batch.query_starts,
-            batch.context_lens,
-            batch.block_tables,
-            latent.scale,
-        )  # [T, heads, cached]
+        if self.indexer is not None:
+            assert kv.index is not None, "an index has pages of its own"
+            self.indexer(x, vector, turn, batch, kv.index)
+        chosen = batch.chosen
+        if chosen is None or chosen.slots is None or chosen.counts is None:
+            places = batch.query_starts, batch.context_lens, batch.block_tables
+        else:  # each token is a sequence, whose blocks are of one token
+            rows = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
+            places = rows, chosen.counts, chosen.slots
+            cache = cache.view(-1, 1, 1, latent.cached)
+        out = paged_attention(q, cache, cache, *places, latent.scale)  # [T, heads, cached]
         values = self.kv_b_proj.values(out[..., latent.rope_dim :])
         projected: Tensor = self.o_proj(values.flatten(1))
         return projected
 
-    def query(self, x: Tensor) -> Tensor:
+    def query(self, vector: Tensor) -> Tensor:
         """[T, heads, cached], not turned yet."""
-        if self.q_a_proj is not None:
-            x = self.q_a_layernorm(self.q_a_proj(x))
-        q = getattr(self, self.q)(x).view(len(x), self.heads, -1)
+        q = getattr(self, self.q)(vector).view(len(vector), self.heads, -1)
         nope, rope = q.split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
         return torch.cat((self.halves(rope), self.kv_b_proj.absorbed(nope)), dim=-1)
 

@@ -58,9 +58,11 @@ class LayerNorm(Norm):
 
     bias: Tensor
 
-    def __init__(self, build: Build, size: int, eps: float | None = None) -> None:
+    def __init__(
+        self, build: Build, size: int, eps: float | None = None, *, bias: bool = False
+    ) -> None:
         super().__init__(build, size, eps)
-        self.has_bias = build.config.arch.norm_bias
+        self.has_bias = bias or build.config.arch.norm_bias
         if self.has_bias:
             self.declare("bias", (size,))
 

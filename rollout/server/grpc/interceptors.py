@@ -17,7 +17,8 @@ from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks, agreed
 log = logging.getLogger(__name__)
 OURS = "/rollout.v1."
 SMALL = 1 << 20  # bytes of a request of the methods that carry neither prompts nor weights
-LARGE = ("Generate", "Chat", "Tokenize", "Update", "UpdateWeights")  # as large as the server takes
+# As large as the server takes.
+LARGE = ("Generate", "Chat", "Multiplex", "Tokenize", "Update", "UpdateWeights")
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -25,9 +25,11 @@ from rollout.rpc.convert import (
 )
 from rollout.rpc.status import status_of
 from rollout.server.auth import ABORT_ALL, Tokens, authorization_of
+from rollout.server.grpc.multiplex import Multiplexed
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
+    from rollout.api.backend import Outputs
 
 log = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -92,28 +94,22 @@ class GenerationService:
 
     @streams
     async def Generate(self, request: Any) -> AsyncIterator[Any]:  # noqa: N802
-        outputs = self._rollout.stream_many(
-            [prompt_from_proto(prompt) for prompt in request.prompts],
-            _params(request.params, len(request.prompts)),
-            request_ids=[prompt.request_id for prompt in request.prompts],
-            stream=request.stream,
-        )
-        async with contextlib.aclosing(outputs):
+        async with contextlib.aclosing(self._generated(request)) as outputs:
             async for index, output in outputs:
                 yield pb.GenerateResponse(index=index, output=output_to_proto(output))
 
     @streams
     async def Chat(self, request: Any) -> AsyncIterator[Any]:  # noqa: N802
-        outputs = self._rollout.stream_chat(
-            [messages_from_json(c.messages_json) for c in request.conversations],
-            _params(request.params, len(request.conversations)),
-            request_ids=[c.request_id for c in request.conversations],
-            stream=request.stream,
-            **chat_options_from_json(request.options_json),
-        )
-        async with contextlib.aclosing(outputs):
+        async with contextlib.aclosing(self._chatted(request)) as outputs:
             async for index, output in outputs:
                 yield pb.GenerateResponse(index=index, output=output_to_proto(output))
+
+    @streams
+    async def Multiplex(self, commands: Any) -> AsyncIterator[Any]:  # noqa: N802
+        calls = Multiplexed({"generate": self._generated, "chat": self._chatted})
+        async with contextlib.aclosing(calls.answers(commands)) as answers:
+            async for answer in answers:
+                yield answer
 
     @answers
     async def Tokenize(self, request: Any) -> Any:  # noqa: N802
@@ -139,6 +135,23 @@ class GenerationService:
     async def _abort(self, request: Any) -> Any:
         ids = None if request.all else list(request.request_ids)
         return pb.AbortResponse(count=await self._rollout.abort(ids))
+
+    def _generated(self, request: Any) -> Outputs:
+        return self._rollout.stream_many(
+            [prompt_from_proto(prompt) for prompt in request.prompts],
+            _params(request.params, len(request.prompts)),
+            request_ids=[prompt.request_id for prompt in request.prompts],
+            stream=request.stream,
+        )
+
+    def _chatted(self, request: Any) -> Outputs:
+        return self._rollout.stream_chat(
+            [messages_from_json(c.messages_json) for c in request.conversations],
+            _params(request.params, len(request.conversations)),
+            request_ids=[c.request_id for c in request.conversations],
+            stream=request.stream,
+            **chat_options_from_json(request.options_json),
+        )
 
 
 class ControlService:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from rollout.errors import STATUS, EngineClosed, RolloutError, WorkerDied
 from rollout.server.http.absent_routes import instead_of
+from rollout.wire.spellings import near
 
 RETRY_AFTER = "1"  # seconds, of an overloaded engine
 ErrorShape = Callable[[str, str, str, int], tuple[dict[str, Any], int]]
@@ -70,7 +71,7 @@ def install_error_handlers(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> No
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return reply(request, _explain(error), "InvalidRequest", 400)
+        return reply(request, _explain(error, _fields(request)), "InvalidRequest", 400)
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
@@ -102,8 +103,15 @@ _KINDS_OF_PROMPT = {
 }
 
 
-def _explain(error: RequestValidationError) -> str:
-    """The first complaints, each with the field it is about."""
+def _fields(request: Request) -> Collection[str]:
+    """Of the body that the route takes."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    model = None if body is None else body.field_info.annotation
+    return getattr(model, "model_fields", {}).keys()
+
+
+def _explain(error: RequestValidationError, known: Collection[str] = ()) -> str:
+    """The first complaints, each with the field it is about, and the one of ``known`` meant."""
     lines: dict[str, None] = {}  # each once
     rows = error.errors()
     kinds_of = _kinds(rows)
@@ -128,6 +136,9 @@ def _explain(error: RequestValidationError) -> str:
             where = where[:1]
         else:
             message = str(row["msg"]).removeprefix("Value error, ")
+        if row["type"] == "extra_forbidden" and len(where) == 1:
+            meant = near(str(where[0]), known)
+            message = f"no such field; did you mean {meant!r}?" if meant else message
         lines[": ".join(part for part in (".".join(map(str, where)), message) if part)] = None
     return "; ".join(lines)
 

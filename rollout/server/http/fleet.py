@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import ConfigError
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
+from rollout.fleet.replicas import Replicas, describe
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 
 routes = Routes()
+MAX_NOTICE = 3600.0  # seconds for which a member that is let go may be waited for
 
 
 class MemberBody(BaseModel):
@@ -49,11 +52,47 @@ async def add_member(rollout: Engine, body: MemberBody) -> dict[str, Any]:
 
 
 @routes.on("DELETE", "/fleet/members", Access.CONTROL, at_once=True)
-async def remove_member(rollout: Engine, name: str) -> dict[str, Any]:
-    """No request goes there any more; those under way go on elsewhere if it ends."""
+async def remove_member(
+    rollout: Engine, name: str, notice: Annotated[float, Query(ge=0, le=MAX_NOTICE)] = 0.0
+) -> dict[str, Any]:
+    """No request goes there any more; those under way have ``notice`` seconds to end, and go on
+    elsewhere then.
+    """
     fleet = _fleet(rollout)
-    await asyncio.to_thread(fleet.remove, name)
+    await asyncio.to_thread(fleet.leave, name, notice)
     return {"name": name, "members": fleet.members()}
+
+
+class ReplicasBody(BaseModel):
+    """``count``: how many engines there are to be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    count: Annotated[int, Field(ge=1)]
+
+
+@routes.on("GET", "/fleet/replicas", Access.GENERATION, at_once=True)
+async def replicas(rollout: Engine) -> dict[str, Any]:
+    """How many engines the front starts, and what those wait for that are not there yet."""
+    return describe(_replicas(rollout))
+
+
+@routes.on("POST", "/fleet/replicas", Access.CONTROL, at_once=True)
+async def scale(rollout: Engine, body: ReplicasBody) -> dict[str, Any]:
+    """More of them, or fewer; answered before they are there, or gone."""
+    found = _replicas(rollout)
+    await asyncio.to_thread(found.scale, body.count)
+    return describe(found)
+
+
+def _replicas(rollout: Engine) -> Replicas:
+    backend = rollout.backend
+    if not isinstance(backend, FleetBackend) or backend.replicas is None:
+        raise ConfigError(
+            "this front starts no engines: `rollout serve MODEL --replicas N` and `rollout fleet "
+            "MODEL --ray` do; others are added with POST /fleet/members"
+        )
+    return backend.replicas
 
 
 def _fleet(rollout: Engine) -> Fleet:

@@ -54,7 +54,8 @@ def include(app: FastAPI, routes: Routes) -> None:
     app.include_router(routes)
 
 
-def _rollout_of(request: Request) -> AsyncRollout:
+# These are coroutines for what they cost: others would each take a thread's turn.
+async def _rollout_of(request: Request) -> AsyncRollout:
     rollout: AsyncRollout = request.app.state.rollout
     return rollout
 
@@ -62,7 +63,7 @@ def _rollout_of(request: Request) -> AsyncRollout:
 Engine = Annotated[AsyncRollout, Depends(_rollout_of)]  # of the application that has the route
 
 
-def _verbs_of(request: Request, rollout: Engine) -> Verbs:
+async def _verbs_of(request: Request, rollout: Engine) -> Verbs:
     request.state.is_weight_verb = True  # so that its errors are none that clients try again for
     client = request.client  # a proxy's word for it has no port
     peer = f"{client.host}:{client.port}" if client is not None and client.port else ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rollout.errors import WeightMismatch, some
+from rollout.errors import WeightMismatch, of_each, some
 from rollout.weights import CASTABLE, Shape, TensorMeta, WeightSlot
 from rollout.weights.components import POLICY, check_components, component_of
 from rollout.weights.fused_experts import Spellings, nearest
@@ -107,7 +107,7 @@ def check_metadata(
     )
     if problems:
         raise WeightMismatch(
-            f"the update does not fit the model: {some(problems, _MOST, '; ')}",
+            f"the update does not fit the model: {some(of_each(problems), _MOST, '; ')}",
             problems=problems,
         )
 

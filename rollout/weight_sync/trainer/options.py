@@ -80,8 +80,8 @@ class UpdateOptions:
                 "encoding at 'auto'"
             )
         names = [*_READ_THERE, *(name for name in _LIMITS if getattr(self, name) is not None)]
-        if self.in_flight != "pin":  # which servers of before do not know
-            names = [name for name in names if not name.startswith("pin_")]
+        usual = {"pin_timeout": None, "pin_fallback": "keep"}  # which old servers do not know
+        names = [name for name in names if usual.get(name, ...) != getattr(self, name)]
         return {name: getattr(self, name) for name in names}
 
     @classmethod

@@ -147,6 +147,10 @@ class UpdateSession:
             details["read_in_place"] = f"{self.buckets.read_in_place} tensors"
         if self.merged:
             details["merged_adapters"] = ", ".join(self.merged)
+            if self.request.merged:  # told where the engine has slots
+                details["unmerged_by"] = (
+                    "adapters={name: model} or adapters_only=True, into one of its max_adapters"
+                )
         if self.buckets.packed_because:
             details["packed_because"] = self.buckets.packed_because
         if encoding.name == "delta":

@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout.errors import ConfigError
 from rollout.weights import Box, TensorMeta
 from rollout.weights.files.mxfp4 import Mxfp4Files, is_packed
+from rollout.weights.files.packed_int import PackedIntFiles, is_packed_int
 from rollout.weights.files.safetensors_files import SafetensorsFiles
 from rollout.weights.files.scaled import ScaledFiles, has_codes
 from rollout.weights.files.shards import (
@@ -61,8 +62,9 @@ def open_weights(
 ) -> tuple[FileKind, Files]:
     """The weights of a directory, opened; every header is checked. Raises ``ConfigError``.
 
-    Experts in mxfp4 are read as bfloat16, linears in fp8 or int8 as float32, times their
-    scales. ``mapped`` is for files that nobody writes meanwhile.
+    Experts in mxfp4 are read as bfloat16, linears in fp8 or int8, or packed in int32 (GPTQ, AWQ,
+    compressed-tensors), as float32, times their scales. ``mapped`` is for files that nobody writes
+    meanwhile.
     """
     kind, shards = weight_shards(directory, load_format)
     form = SafetensorsFiles if kind is SAFETENSORS else TorchFiles
@@ -77,6 +79,8 @@ def codes_of(files: Files, name: str) -> tuple[FileCodes, ...]:
 def unpacked(files: Files, directory: Path) -> Files:
     """``files`` as what their packed tensors stand for; ``directory`` holds the ``config.json``."""
     try:
+        if is_packed_int(files.metadata()):
+            files = PackedIntFiles(files, directory)
         if has_codes(files.metadata()):
             files = ScaledFiles(files, directory)
         return Mxfp4Files(files) if is_packed(files.metadata()) else files

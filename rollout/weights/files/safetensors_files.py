@@ -59,6 +59,10 @@ class SafetensorsFiles:
         reader = self._readers[self._where[name]]
         return reader.read(name, row.at, row.meta.dtype, row.meta.shape, box)
 
+    def path_of(self, name: str) -> Path:
+        """The file that has the tensor."""
+        return self._where[name]
+
     def will_need(self, name: str) -> None:
         """Have the system begin to read a tensor; returns at once."""
         row = self._rows[name]

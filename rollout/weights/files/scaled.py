@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import CASTABLE, Box, TensorMeta
+from rollout.weights.files.packed_int import COMPRESSED, is_packed_config
 from rollout.weights.packed_rows import (
     CODES,
     FileCodes,
@@ -32,7 +33,6 @@ SCALES = ("_scale_inv", "_scale")  # either is what values are multiplied by
 SCALE_DTYPES = CASTABLE | {torch.float8_e8m0fnu}
 INPUT_SCALES = (".activation_scale", ".input_scale")  # of activations, which stay as they are
 BLOCK = (128, 128)  # where no config.json says
-COMPRESSED = "compressed-tensors"
 Block = tuple[int, int]
 
 
@@ -159,7 +159,7 @@ def scheme_name(packed: Mapping[str, object] | None, file: str) -> str:
     (mxfp4 is of experts alone: the attention of gpt-oss has 16 bits.)
     """
     method = None if packed is None else packed.get("quant_method")
-    if packed is None or method not in ("fp8", COMPRESSED):
+    if packed is None or is_packed_config(packed) or method not in ("fp8", COMPRESSED):
         return "none"
     block = block_size(packed, file)
     if method == COMPRESSED and _weights(packed)[0].get("type") == "int":

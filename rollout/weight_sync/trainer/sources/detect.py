@@ -140,7 +140,11 @@ class Detected:
             source: WeightSource = self.obj
         else:
             group = group if group is not None else self.rank_group(timeout)
-            source = self._merged(aliases, dtype, group, partial, prefixes or {}, schemes or {})
+            before, known = prefixes or {}, frozenset(meta.name for meta in tensors)
+            naming = Naming(
+                *(aliases, dtype, lambda raw: placed(file_form(raw), before), schemes or {}, known)
+            )
+            source = self._merged(naming, dtype, group, partial)
         spellings = Spellings.of({meta.name: meta.shape for meta in tensors}, spelled)
         if not spellings:
             return source
@@ -225,13 +229,7 @@ class Detected:
         return shared[0].rank_group() if shared else None
 
     def _merged(
-        self,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype,
-        group: RankGroup,
-        partial: bool,
-        prefixes: Mapping[str, str],
-        schemes: Mapping[str, Scheme],
+        self, naming: Naming, dtype: torch.dtype, group: RankGroup, partial: bool
     ) -> WeightSource:
         """What streams it, with its adapters merged where it has any."""
         if isinstance(self.obj, nn.Module):
@@ -241,9 +239,8 @@ class Detected:
             if plan is not None:
                 from rollout.weight_sync.trainer.sources.lora import MergedSource
 
-                inner = self.of_kind(Naming(aliases, None, plan.name_of), group)
+                inner = self.of_kind(Naming(naming.aliases, None, plan.name_of), group)
                 return MergedSource(inner, plan, dtype)
-        naming = Naming(aliases, dtype, lambda raw: placed(file_form(raw), prefixes), schemes)
         return self.of_kind(naming, group)
 
     def of_kind(self, naming: Naming, group: RankGroup) -> WeightSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box, TensorMeta
 from rollout.weights.files import Files, codes_of, open_weights
+from rollout.weights.names import is_idle_bias
 from rollout.weights.packed_rows import FileCodes, pack_rows, packed_shape
 
 
@@ -30,7 +32,7 @@ class DirectorySource:
         self._path, self._naming, self.agreement = path, naming, agreement
         with _named(path):
             _, files = open_weights(path, mapped=False)
-            held = list(files.metadata().values())
+            held = self._held(files)
             files.close()
         with _named(path):
             stand_ins = [self._stand_in(files, meta) for meta in held]
@@ -51,6 +53,17 @@ class DirectorySource:
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(meta.name, [Box.full(meta.shape)]) for meta in self._metadata]
 
+    def _held(self, files: Files) -> list[TensorMeta]:
+        return [
+            meta
+            for name, meta in files.metadata().items()
+            if not is_idle_bias(
+                self._naming.name_of(name) or "",
+                self._naming.known,
+                partial(files.read, name, Box.full(meta.shape)),
+            )
+        ]
+
     def _stand_in(self, files: Files, meta: TensorMeta) -> tuple[str, Tensor]:
         found, shape, dtype = self._codes(files, meta.name), meta.shape, meta.dtype
         if found is not None:
@@ -66,7 +79,7 @@ class DirectorySource:
         with _named(self._path):
             _, files = open_weights(self._path, mapped=False)
             try:
-                for meta in files.metadata().values():
+                for meta in self._held(files):
                     box, codes = Box.full(meta.shape), self._codes(files, meta.name)
                     tensor = (
                         files.read(meta.name, box) if codes is None else pack_rows(*codes.read(box))

@@ -24,13 +24,14 @@ class Naming:
 
     ``aliases``: from names that may be sent to the tensor that owns them. ``dtype``: of plain
     floats; None: as they are held. ``schemes``: of the tensors that the engine holds quantised, and
-    takes the codes of.
+    takes the codes of. ``known``: every name that it wants, in file form.
     """
 
     aliases: Mapping[str, str]
     dtype: torch.dtype | None
     name_of: NameOf = file_form
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """What a tensor of ``dtype`` travels as, under the name that it is sent by."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import WeightMismatch, some
+from rollout.errors import WeightMismatch, of_each, some
 from rollout.kernels.native import memory_fault
 from rollout.weight_sync.protocol.fit import dtype_fault, is_packed
 from rollout.weight_sync.trainer.sources.base import (
@@ -78,7 +78,7 @@ def check_all(items: Iterable[tuple[str, Any]]) -> None:
         if (wrong := fault(local_part(tensor))) is not None:
             problems.append(f"{name} {wrong}")
     if problems:
-        named = some(problems, _MOST, "; ")
+        named = some(of_each(problems), _MOST, "; ")
         raise WeightMismatch(f"nothing was sent: {named}", problems=problems)
 
 

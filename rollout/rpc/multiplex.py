@@ -1,0 +1,148 @@
+"""A client's streamed calls over one stream to the service: a message has what all have new."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
+
+import grpc
+
+from rollout.errors import RequestAborted, RolloutError, from_wire
+from rollout.generation import RequestOutput
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.convert import output_from_proto
+from rollout.rpc.growth import Cumulative
+
+
+class Multiplex:
+    """Of the loop that calls it. The stream is open for as long as calls are under way.
+
+    It is read at once, whoever reads the outputs: of a row whose reader is behind the newest output
+    is kept, so that none holds back others.
+    """
+
+    def __init__(self, open: Callable[[Any], Any], lost: Callable[[Any], RolloutError]) -> None:
+        """``open``: begins the call, of its commands; ``lost``: the error of one that broke."""
+        self._open, self._lost = open, lost
+        self._stream: _Stream | None = None
+        self._reading: set[asyncio.Task[None]] = set()
+
+    async def outputs(self, **request: Any) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Of one call: ``generate`` or ``chat``. Left early, it is cancelled there."""
+        loop = asyncio.get_running_loop()
+        if (stream := self._stream) is None or stream.is_over or stream.loop is not loop:
+            self._stream = stream = _Stream(self._open, self._lost, loop)
+            self._reading.add(stream.reading)
+            stream.reading.add_done_callback(self._reading.discard)
+        number, call = stream.begin(request)
+        try:
+            async for item in call.outputs():
+                yield item
+        finally:
+            stream.end(number)
+
+    async def close(self) -> None:
+        """End all calls; within the loop that has made them."""
+        tasks = [task for task in self._reading if task.get_loop() is asyncio.get_running_loop()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Stream:
+    def __init__(
+        self,
+        open: Callable[[Any], Any],
+        lost: Callable[[Any], RolloutError],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.loop, self.is_over = loop, False
+        self._lost = lost
+        self._numbers = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._commands: asyncio.Queue[Any] = asyncio.Queue()
+        self.reading = loop.create_task(self._read(open(self._sent())))
+
+    def begin(self, request: Mapping[str, Any]) -> tuple[int, _Call]:
+        number, call = next(self._numbers), _Call()
+        self._calls[number] = call
+        self._commands.put_nowait(pb.MultiplexRequest(call=number, **request))
+        return number, call
+
+    def end(self, number: int) -> None:
+        """Nobody reads the call any more; with the last one the stream ends."""
+        if self._calls.pop(number, None) is not None:
+            self._commands.put_nowait(pb.MultiplexRequest(call=number, cancel=pb.Done()))
+        if not self._calls and not self.is_over:
+            self.is_over = True
+            self._commands.put_nowait(None)
+
+    async def _read(self, call: Any) -> None:
+        problem = None
+        try:
+            async for message in call:
+                for one in message.outputs:
+                    if (reader := self._calls.get(one.call)) is not None:
+                        reader.put(one.index, output_from_proto(one.output), one.added)
+                for end in message.ended:
+                    if (reader := self._calls.pop(end.call, None)) is not None:
+                        reader.end(from_wire(json.loads(end.error)) if end.error else None)
+        except Exception as error:  # noqa: BLE001 - raised where the outputs are read
+            problem = error
+        finally:
+            self.is_over = True
+            call.cancel()
+            for reader in self._calls.values():
+                reader.end(self._error(problem))
+            self._calls.clear()
+
+    def _error(self, problem: Exception | None) -> Exception:
+        """One for each reader: tracebacks grow where it is raised."""
+        if not isinstance(problem, grpc.RpcError):
+            return problem or RequestAborted("the connection was closed while the call ran")
+        error = self._lost(problem)
+        error.__cause__ = problem
+        return error
+
+    async def _sent(self) -> AsyncIterator[Any]:
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+
+class _Call:
+    """What has come of one call, and was not read yet."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Cumulative] = {}
+        self._unread: dict[int, None] = {}  # in the order that they have waited
+        self._ended = False
+        self._error: Exception | None = None
+        self._some = asyncio.Event()
+
+    def put(self, index: int, output: RequestOutput, is_added: bool) -> None:
+        if is_added:
+            self._rows[index].add(output)
+        else:
+            self._rows[index] = Cumulative(output)
+        self._unread[index] = None
+        self._some.set()
+
+    def end(self, error: Exception | None) -> None:
+        self._ended, self._error = True, error
+        self._some.set()
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        while True:
+            while self._unread:
+                index = next(iter(self._unread))
+                del self._unread[index]
+                yield index, self._rows[index].output()
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return
+            self._some.clear()
+            await self._some.wait()

@@ -1,0 +1,139 @@
+"""Streamed calls of one client share a stream to the service, and say what they would alone."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from proxies import Proxy
+from shared_engines import eventually
+
+from rollout import AsyncRollout
+from rollout.errors import EngineClosed, InvalidRequest
+from rollout.rpc.growth import Cumulative, added
+
+ASKED = (
+    {"max_tokens": 24, "temperature": 0.0},
+    {"max_tokens": 24, "seed": 3, "n": 2, "logprobs": 2},
+    {"max_tokens": 12, "seed": 4, "prompt_logprobs": 1},
+    {"max_tokens": 12, "seed": 5, "return_sampling_mask": True, "top_k": 5},
+    {"max_tokens": 24, "seed": 6, "stop": [" "]},
+    {"max_tokens": 1, "temperature": 0.0},
+)
+LONG = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
+
+
+def course(address, work, limit=60.0):
+    async def run():
+        client = AsyncRollout.connect(address, timeout=10)
+        try:
+            await client.start()
+            return await work(client)
+        finally:
+            await client.shutdown()
+
+    return asyncio.run(asyncio.wait_for(run(), limit))
+
+
+async def streamed(client, prompt, params):
+    return [output async for output in client.stream(prompt, params)]
+
+
+def test_a_shared_stream_brings_what_calls_of_their_own_bring(engine):
+    async def one(client, number):
+        await client.reset_prefix_cache()  # the same bits need the same prefill
+        return await streamed(client, f"prompt {number}", ASKED[number])
+
+    async def work(client):
+        shared = [await one(client, number) for number in range(len(ASKED))]
+        client.backend.features = ()
+        return shared, [await one(client, number) for number in range(len(ASKED))]
+
+    for many, alone in zip(*course(engine.address, work), strict=True):
+        last = many[-1]
+        assert last == replace(alone[-1], request_id=last.request_id)
+        for output in many:
+            for part, whole in zip(output.outputs, last.outputs, strict=True):
+                count = len(part.token_ids)
+                assert part.token_ids == whole.token_ids[:count]
+                assert part.logprobs.raw == whole.logprobs.raw[:count]
+                assert whole.text.startswith(part.text)
+            assert output.prompt_token_ids == last.prompt_token_ids
+
+
+def test_calls_of_one_moment_share_a_stream_which_ends_with_the_last(engine):
+    async def work(client):
+        opened, method = [], client.backend._multiplexed
+        client.backend._multiplex._open = lambda sent: opened.append(method(sent)) or opened[-1]
+        calls = [streamed(client, [n, 2, 3], {**LONG, "max_tokens": 16}) for n in range(1, 9)]
+        await asyncio.gather(*calls)
+        [stream] = opened
+        await stream.code()  # the service has ended it, too
+        return stream.done()
+
+    assert course(engine.address, work)
+
+
+def test_who_reads_slowly_holds_back_nobody_and_finds_the_newest(engine):
+    async def work(client):
+        slow = client.stream([1, 2, 3], LONG)
+        async with aclosing(slow):
+            first = await anext(slow)
+            others = [streamed(client, [n, 5, 6], LONG) for n in range(1, 5)]
+            ended = [len(each[-1].outputs[0].token_ids) for each in await asyncio.gather(*others)]
+            first.outputs[0].token_ids.append(-1)  # its lists are the reader's
+            rest = [output async for output in slow]
+        return ended, rest
+
+    ended, rest = course(engine.address, work)
+    assert ended == [200] * 4
+    assert len(rest) < 100
+    assert len(rest[-1].outputs[0].token_ids) == 200
+    assert -1 not in rest[-1].outputs[0].token_ids
+
+
+def test_who_leaves_ends_its_own_call_and_an_error_is_one_calls_own(engine):
+    async def work(client):
+        other = asyncio.ensure_future(streamed(client, [7, 8, 9], LONG))
+        leaving = client.stream([1, 2, 3], {**LONG, "max_tokens": 400})
+        async with aclosing(leaving):
+            await anext(leaving)
+        with pytest.raises(InvalidRequest, match="vocabulary"):
+            await streamed(client, [10**8], LONG)
+        return (await other)[-1].outputs[0].token_ids
+
+    before = engine.metrics().requests_finished.get("abort", 0)
+    assert len(course(engine.address, work)) == 200
+    eventually(lambda: engine.metrics().running == 0, 20)
+    assert engine.metrics().requests_finished["abort"] == before + 1
+
+
+def test_a_connection_that_breaks_ends_all_its_calls_and_the_next_is_another(engine):
+    async def work(client, proxy):
+        calls = [asyncio.ensure_future(streamed(client, [n, 2], LONG)) for n in range(1, 4)]
+        await asyncio.sleep(0.05)
+        proxy._cuts.append(proxy.up)  # with the next bytes
+        calls.append(asyncio.ensure_future(streamed(client, [4, 2], LONG)))
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        return ended, (await streamed(client, [1, 2], LONG))[-1].finished
+
+    with Proxy(engine.address) as proxy:
+        ended, finished = course(proxy.address, lambda client: work(client, proxy))
+    assert finished
+    assert all(isinstance(each, EngineClosed | list) for each in ended)
+    assert any(isinstance(each, EngineClosed) for each in ended)
+    eventually(lambda: engine.metrics().running == 0, 20)
+
+
+def test_what_outputs_add_makes_them_again(engine):
+    outputs = list(engine.stream("a text", {"max_tokens": 20, "n": 2, "logprobs": 1, "seed": 8}))
+    row, before = Cumulative(outputs[0]), outputs[0]
+    for now in outputs[1:]:
+        more = added(before, now)
+        assert sum(len(one.token_ids) for one in more.outputs) <= 2 * len(outputs)
+        assert more.prompt_token_ids == []
+        row.add(more)
+        assert row.output() == now
+        before = now
+    shorter = replace(before, outputs=[replace(one, text="") for one in before.outputs])
+    assert added(before, shorter) is None
