@@ -86,7 +86,14 @@ class Faults:
         engine = self._fleet.engines[name]
         if engine.up and not engine.leaving:
             engine.leaving = True
-            self._fleet.later(seconds, self.restart, name, 1.0)
+            self._fleet.later(seconds, self._go, engine)
+
+    def _go(self, engine: SimulatedMember) -> None:
+        """One that is stopped when its time has come ends once it runs again."""
+        if engine.up:
+            self.restart(engine.name, 1.0)
+        elif not engine.dead:
+            self._fleet.later(0.1, self._go, engine)
 
     def cut(self, name: str, seconds: float) -> None:
         """No message reaches it, or leaves it, for so many seconds."""

@@ -345,7 +345,11 @@ def test_pins_last_beside_a_commit_of_adapters_alone_which_waits_for_none(engine
             assert {s.version for s in done.kv_spans} == {beside.version}
             assert {s.version for s in done.weight_versions} == {old, beside.version}
         engine.reset_prefix_cache()
-        assert said(engine, "math") == new
+        for (tokens, *logprobs), (before, *beside_others) in zip(
+            said(engine, "math"), new, strict=True
+        ):  # another batch, so another rounding
+            assert tokens == before
+            torch.testing.assert_close(logprobs, beside_others, rtol=0, atol=1e-5)
         back = engine.update_weights(first, adapters={"math": shaken(first, 14)})
         assert back.details["pins"].endswith("s: all ended")
         old = back.version
@@ -426,7 +430,7 @@ def test_a_begin_that_waits_for_a_slot_ends_with_its_channel(engine, base) -> No
         channel = engine._async.backend.open()
         threading.Timer(0.1, channel.close).start()
         started = time.monotonic()
-        with pytest.raises(TransferFailed, match="the channel was closed"):
+        with pytest.raises(TransferFailed, match="closed its channel, before the update had begun"):
             channel.begin(request("model.layers.0.self_attn.q_proj"))
         assert time.monotonic() - started < 30
         assert engine.weight_info().state == "idle"

@@ -169,7 +169,7 @@ def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(
         engine.load_lora_adapter("new", head)
     write_tiny(tmp_path / "wide", "qwen3", hidden_size=96)
     wide = saved(tmp_path / "wide", tmp_path / "of_wide", 0, **every)
-    with pytest.raises(WeightMismatch, match=r"q_proj\.lora_A\.weight has shape \(4, 96\)"):
+    with pytest.raises(WeightMismatch, match=r"gate_proj\.lora_A\.weight has shape \(4, 96\)"):
         engine.load_lora_adapter("new", wide)
     write_tiny(tmp_path / "long", "qwen3", num_layers=3)
     long = saved(tmp_path / "long", tmp_path / "of_long", 0, **every)

@@ -46,9 +46,9 @@ BROKEN = {
     ),
     Fault("dtype", bucket=2): (WeightMismatch, "model\\..*int32"),
     Fault("shape", bucket=2): (WeightMismatch, "model\\..*shape"),
-    Fault("cut", bucket=2): (TransferFailed, "channel was closed"),
-    Fault("cut", phase="connect"): (TransferFailed, "channel was closed"),
-    Fault("cut", phase="seal"): (TransferFailed, "channel was closed"),
+    Fault("cut", bucket=2): (TransferFailed, "closed its channel, while its tensors came"),
+    Fault("cut", phase="connect"): (TransferFailed, "closed its channel, while its tensors came"),
+    Fault("cut", phase="seal"): (TransferFailed, "closed its channel, while its tensors came"),
     Fault("delay", bucket=2, seconds=0.2): None,
     Fault("delay", phase="connect", seconds=0.2): None,
     Fault("delay", phase="seal", seconds=0.2): None,
@@ -58,8 +58,8 @@ ON_CHANNEL = {
     Fault("flip", phase="seal", bit=5): (ChecksumMismatch, "arrived changed"),
     Fault("drop", phase="seal"): (VersionConflict, "commit before seal"),
     Fault("duplicate", phase="seal"): None,
-    Fault("cut", phase="seal"): (TransferFailed, "channel was closed"),
-    Fault("cut", phase="commit"): (TransferFailed, "channel was closed"),
+    Fault("cut", phase="seal"): (TransferFailed, "closed its channel, while its tensors came"),
+    Fault("cut", phase="commit"): (TransferFailed, "closed its channel, between the ranks' votes"),
     Fault("delay", phase="commit", seconds=0.2): None,
     Fault("drop", phase="commit"): None,  # the engine says that it is live
     Fault("duplicate", phase="commit"): None,
@@ -123,7 +123,7 @@ def test_a_broken_link_is_told_as_what_broke_it(engine, checkpoints, monkeypatch
 
     monkeypatch.setattr(Links, "connect", closed_by_peer)
     cut = Faulty("broadcast", Fault("cut", phase="connect"))
-    with pytest.raises(TransferFailed, match="channel was closed"):
+    with pytest.raises(TransferFailed, match="closed its channel"):
         Trainer(engine, "broadcast").send(checkpoints[1], transport=cut, timeout=TIMEOUT)
 
 
