@@ -50,7 +50,9 @@ def page() -> str:
 
 def public(cls: type[Any]) -> list[str]:
     """Methods and properties that a user calls, in the order of the source."""
-    return [name for name in vars(cls) if not name.startswith("_")]
+    ours = [one for one in cls.__mro__ if one.__module__.startswith("rollout.")]
+    names = dict.fromkeys(name for one in ours for name in vars(one))
+    return [name for name in names if not name.startswith("_")]
 
 
 def _class(cls: type[Any]) -> Iterator[str]:

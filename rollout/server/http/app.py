@@ -13,8 +13,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rollout.api import AsyncRollout
-from rollout.api.async_rollout import in_order
 from rollout.api.backend import Outputs
+from rollout.api.generation_verbs import in_order
 from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.http_port import GRPC_PORT

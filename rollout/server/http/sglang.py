@@ -18,8 +18,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from rollout.api import AsyncRollout
-from rollout.api.async_rollout import in_order
 from rollout.api.backend import Outputs
+from rollout.api.generation_verbs import in_order
 from rollout.errors import RolloutError
 from rollout.generation import SamplingParams, classify_params
 from rollout.server.auth import Access

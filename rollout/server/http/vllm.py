@@ -18,9 +18,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.api import AsyncRollout
-from rollout.api.async_rollout import in_order
 from rollout.api.backend import Outputs
 from rollout.api.embedded import EmbeddedBackend
+from rollout.api.generation_verbs import in_order
 from rollout.api.image_inputs import image_file
 from rollout.api.prompts import PreparedChat
 from rollout.errors import InvalidRequest, RolloutError
