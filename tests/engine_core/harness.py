@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 from rollout.engine.core import EngineCore
@@ -69,8 +71,14 @@ def commit(
 
 def held(core: EngineCore, steps: int, **params: Any) -> Sink:
     """A streaming request that has given ``steps`` tokens and stands still in a pause."""
-    sink = Sink()
-    core.submit([request(**params)], sink, stream=True)
-    sink.wait_for(steps)
-    core.control.pause("keep").result()
+    sink, asked = Sink(), SimpleQueue[Future[None]]()
+
+    def hold(item: Snapshot | BaseException) -> None:
+        """In the loop's own thread: however busy the machine is, few steps come between."""
+        sink(item)
+        if len(sink.items) == steps:
+            asked.put(core.at_step_boundary(lambda: core.control.pause("keep").result()))
+
+    core.submit([request(**params)], hold, stream=True)
+    asked.get(timeout=10).result(10)
     return sink

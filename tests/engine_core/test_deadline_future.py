@@ -27,8 +27,8 @@ async def both_ways(asked: DeadlineFuture[str], how: str) -> str:
 async def test_what_ends_just_after_the_deadline_is_told_as_it_went(how) -> None:
     """A pause at its exact deadline was told as failed, and held."""
     future, undone = begun(), threading.Event()
-    asked = DeadlineFuture(future, "pause", 0.2, undone.set)
-    threading.Timer(0.3, future.set_result, ("done",)).start()
+    asked = DeadlineFuture(future, "pause", 1.5, undone.set)
+    threading.Timer(1.6, future.set_result, ("done",)).start()
     assert await both_ways(asked, how) == "done"
     assert not undone.is_set()
 
