@@ -194,7 +194,8 @@ class EmbeddedBackend:
 
     @property
     def has_left(self) -> bool:
-        return not (self._running or self.prepared or self.is_member)
+        copied = self._coordinator is not None and self._coordinator.turn.is_read
+        return not (self._running or self.prepared or self.is_member or copied)
 
     # ---- control ----
 

@@ -268,10 +268,10 @@ class FleetBackend:
         info = fleet.ask_any(lambda client: client.info())
         return replace(
             info, epoch=fleet.epoch, version=fleet.version, state=fleet.update_state, prepared="",
-            fence=fleet.fence, transports=self._transports(), host=host_id(),
+            fence=fleet.promise.fence, transports=self._transports(), host=host_id(),
             adapters=self.adapters,
-            adapter_digests={one.name: one.digest for one in fleet.adapters},
-            last_update_id=fleet.update_id,
+            adapter_digests={one.name: one.digest for one in fleet.promise.adapters},
+            last_update_id=fleet.promise.update_id,
         )  # fmt: skip
 
     def open(self) -> WeightChannel:
@@ -317,7 +317,7 @@ class FleetBackend:
     @property
     def adapters(self) -> dict[str, int]:
         """The version of each that every member holds which serves."""
-        return {one.name: one.version for one in self.fleet.adapters}
+        return {one.name: one.version for one in self.fleet.promise.adapters}
 
     @property
     def weight_dirs(self) -> tuple[str, ...]:

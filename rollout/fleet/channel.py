@@ -197,7 +197,7 @@ class FleetChannel:
         digest = digest_of_all(self._models_after(seal), (one.digest for one in adapters))
 
         def vote(part: Part) -> None:
-            part.channel.seal(replace(seal, fence=fleet.fence))
+            part.channel.seal(replace(seal, fence=fleet.promise.fence))
             fleet.voted(request.update_id, part.name, digest, adapters)
 
         self._seal = seal
@@ -249,7 +249,7 @@ class FleetChannel:
     def _is_whole(self, request: UpdateRequest) -> bool:
         """Whether it brings all that a member holds."""
         components = {component_of(name) for name in self._names}
-        adapters = self.fleet.adapters or request.adapters
+        adapters = self.fleet.promise.adapters or request.adapters
         builds_on = request.base is not None or request.encoding != "full" or request.partial
         return not adapters and not builds_on and components <= set(request.components)
 
@@ -405,7 +405,8 @@ class FleetChannel:
         """All that members will hold."""
         request = self._live()
         stay = request.adapters_after
-        after = {one.name: one for one in self.fleet.adapters if stay is None or one.name in stay}
+        live = self.fleet.promise.adapters
+        after = {one.name: one for one in live if stay is None or one.name in stay}
         for name, spec in request.adapters.items():
             part, version = adapter_component(name), request.adapter_version(name)
             tensors = total(v for n, v in seal.digests.items() if component_of(n) == part)
@@ -417,7 +418,8 @@ class FleetChannel:
         """The digest of all models' tensors that members will hold."""
         request = self._live()
         if not request.models:
-            return (self.fleet.digest - total(a.digest for a in self.fleet.adapters)) & MASK
+            live = self.fleet.promise
+            return (live.digest - total(a.digest for a in live.adapters)) & MASK
         sent = {name: value for name, value in seal.digests.items() if name in self._names}
         if len(sent) < len(self._names):  # it is partial, or of one component
             link = next(iter(self._of.links.values()))

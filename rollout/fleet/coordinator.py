@@ -12,8 +12,10 @@ A member:
                                             |
        it is about to end, or is to go: LEAVING --nothing runs there, or a commit without it--> LEFT
 
-LEAVING it is sent nothing new, and begins no update; one that is under way it goes on with. Who has
-LEFT comes back in another life alone, and is waited for by nobody.
+LEAVING it is sent nothing new, and begins no update; one that is under way it goes on with, and
+while nobody who stays holds what is live it is asked to stay until somebody has its copy. Who has
+LEFT comes back in another life alone, and is waited for by nobody; while it still answers, what it
+holds is not lost, and others get it from there.
 
 An update:
 
@@ -30,19 +32,19 @@ The rules that make it one commit:
 
 from __future__ import annotations
 
-import secrets
-import zlib
 from dataclasses import replace
+from functools import partial
 
 from rollout.errors import TransferFailed, UpdateInProgress, VersionConflict
-from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Promise, Tell, Write
-from rollout.fleet.member import HAS_LEFT, Member, Phase, Status, Update, said
+from rollout.fleet.actions import Action, Adapters, Ask, Ended, Promise, Tell, Write
+from rollout.fleet.admission import Admission
+from rollout.fleet.founding import new_epoch
+from rollout.fleet.leases import DRIFT, Leases
+from rollout.fleet.member import HAS_LEFT, Member, Status, said
+from rollout.fleet.members import Members
+from rollout.fleet.update import Phase, Update
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
-
-DRIFT = 0.05  # how much faster one machine's clock may run than another's
-KEPT_OUT = (2, 6)  # attempts to bring a member up to date, from and below which it is kept out
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0  # seconds before a member is brought up to date again
 
 
 class Coordinator:
@@ -57,13 +59,13 @@ class Coordinator:
     ) -> None:
         self.promise = promise
         self.quorum, self.lease = quorum, lease
-        self.members: dict[str, Member] = {}
+        self.members = Members()
+        self._leases = Leases(promise.fence, lease)
+        self._admission = Admission(self.members, lease)
         self.update: Update | None = None
         # Grants of earlier coordinators have ended then.
         self._before = now + earlier * (1 + DRIFT)
         self._founding: Promise | None = None
-        self._serial = 0  # of the last grant
-        self._begun = False  # somebody may depend on what members serve
         self._settled = 0  # the last grant before what is promised was live on all
         self._removed: list[str] = []  # since the last commit, of those that left
 
@@ -120,32 +122,20 @@ class Coordinator:
 
     @property
     def serving(self) -> list[str]:
-        return [m.name for m in self.members.values() if m.status is Status.SERVING]
-
-    @property
-    def staying(self) -> int:
-        """How many members are there that do not leave."""
-        return sum(not member.leaves for member in self.members.values())
+        return self.members.serving
 
     @property
     def serial(self) -> int:
         """Of the last grant."""
-        return self._serial
+        return self._leases.serial
 
     def heard_of(self, serial: int, now: float) -> bool:
         """Whether all that are there have taken a grant behind that one."""
-        there = (m for m in self.members.values() if m.standing and now - m.heard < self.lease)
-        return all(member.answered > serial for member in there)
+        return self.members.have_answered(serial, self.lease, now)
 
-    def whys(self) -> str:
-        """Why those do not serve that do not."""
-        out = (m for m in self.members.values() if m.status is not Status.SERVING)
-        return "; ".join(f"{m.name}: {m.why}" for m in out)
-
-    def twin(self, name: str, epoch: int) -> str:
-        """The member that is this engine already, under another name; "" where none is."""
-        others = (m for m in self.members.values() if m.name != name and m.standing is not None)
-        return next((m.name for m in others if m.standing and m.standing.epoch == epoch), "")
+    def is_needed(self, name: str, now: float) -> bool:
+        """Whether what is live would be lost with a member that leaves."""
+        return bool(self.promise.version) and self.members.is_last_holder(name, self.lease, now)
 
     def stood(self, name: str, grant: Grant, standing: Standing, now: float) -> list[Action]:
         """A member has taken ``grant`` and says where it stands."""
@@ -154,7 +144,7 @@ class Coordinator:
             return []
         member.answered, known = max(member.answered, grant.serial), member.standing
         is_new = known is None or known.epoch != standing.epoch  # who is known has been compared
-        if is_new and (twin := self.twin(name, standing.epoch)):
+        if is_new and (twin := self.members.twin(name, standing.epoch)):
             member.standing = None  # so that it is told nothing: the other one's lease is the same
             why = f"it is the same engine as member {twin}: remove one of the two"
             return self._fence(member, why, now)
@@ -215,16 +205,19 @@ class Coordinator:
         if member is None or member.gone:
             return []
         member.busy = False
-        if member.leaves:
-            return []
         live = self.promise
+        settling = self.update is not None and self.update.is_settling
+        if member.leaves:
+            equal = (version, digest) == (live.version, live.digest)
+            member.holds = member.holds or (equal and not settling)
+            return []
         if (version, digest) == (live.version, live.digest) and member.status is not Status.SERVING:
-            if self.update is not None and self.update.phase is not Phase.STAGING:
+            if settling:
                 return []  # about to be something else: it is looked at again
             member.holds, member.why, member.status = True, "", Status.SERVING
             member.fails, member.behind = 0, False
             # Its clock was read some time ago: the next grant is of use, which this one may not be.
-            member.serves_until = max(member.serves_until, now + self._counted)
+            member.serves_until = max(member.serves_until, now + self._leases.counted)
             return [self._ask(member, now)]
         if version == live.version and not live.digest and self._founding is None:
             self._founding = replace(live, digest=digest, adapters=adapters)
@@ -234,10 +227,8 @@ class Coordinator:
         return []
 
     def unfilled(self, name: str, why: str, now: float) -> list[Action]:
-        """It could not be brought up to date: it is tried again later each time, and by another."""
-        if (member := self.members.get(name)) is not None:
-            member.not_before = now + _back_off(name, member.fails)
-            member.fails += 1
+        """A member could not be brought up to date."""
+        self._admission.failed(name, now)
         return self.silent(name, why, now)
 
     def tick(self, now: float) -> list[Action]:
@@ -256,7 +247,7 @@ class Coordinator:
         if update is not None and update.phase is Phase.COMMITTING:
             actions += self._lose_late_joiners(update, now)
             if now - update.told >= self.lease / 4:
-                actions += self._tell_commits(update, now)
+                actions += update.tell_commits(self.promise.fence, now)
             actions += self._settle(now)
         return [*actions, *self._refound(now)]
 
@@ -264,7 +255,7 @@ class Coordinator:
         """The fleet begins: from here on a member that hears nothing serves nobody, where until now
         an engine that had served alone went back to that.
         """
-        self._begun = True
+        self._leases.begun = True
         return [self._ask(member, now) for member in self.members.values()]
 
     # ---- an update ----
@@ -311,12 +302,12 @@ class Coordinator:
         if len(members) < self.quorum:
             raise TransferFailed(
                 f"{len(members)} of the fleet's {len(self.members)} members serve, and a commit "
-                f"needs {self.quorum}: {self.whys() or 'none was added'}; version {live} serves on "
-                "(send the update again once enough of them do)"
+                f"needs {self.quorum}: {self.members.whys() or 'none was added'}; version {live} "
+                "serves on (send the update again once enough of them do)"
             )
-        self._begun, reversible = True, reversible and not back
+        self._leases.begun, reversible = True, reversible and not back
         if joins:
-            members += [m.name for m in self.members.values() if self._may_join(m, now)]
+            members += self._admission.joining(self.promise, now)
         left = dict.fromkeys(members, False)
         gone = [m.name for m in self.members.values() if m.leaves]
         gone += [name for name in self._removed if name not in self.members]
@@ -327,11 +318,8 @@ class Coordinator:
         return members, version
 
     def kept_out(self, now: float) -> list[str]:
-        """Members that several others could not bring up to date, as where one update follows the
-        next: they need one that is whole. One that has had its chances needs something else.
-        """
-        tried = (m for m in self.members.values() if self._may_join(m, now))
-        return [m.name for m in tried if KEPT_OUT[0] <= m.fails < KEPT_OUT[1]]
+        """Members that need a whole update: see ``Admission``."""
+        return self._admission.kept_out(self.promise, now)
 
     # What is said of an update names it: what comes late is of another.
 
@@ -366,7 +354,7 @@ class Coordinator:
 
     def written(self, promise: Promise, now: float) -> list[Action]:
         """What was to be written is durable: from here on there is one outcome."""
-        self.promise, self._settled = promise, self._serial
+        self.promise, self._settled = promise, self._leases.serial
         if promise == self._founding:
             self._founding = None
             for member in self.members.values():
@@ -376,7 +364,7 @@ class Coordinator:
         assert update is not None, "nothing was to be written"
         update.phase, update.written = Phase.COMMITTING, now
         update.left = dict.fromkeys(update.left, False)
-        actions = self._tell_commits(update, now)
+        actions = update.tell_commits(self.promise.fence, now)
         for member in self.members.values():
             member.holds, member.not_before = False, now
             if member.name not in update.left and member.has_lease:
@@ -415,27 +403,8 @@ class Coordinator:
 
     # ---- helpers ----
 
-    @property
-    def _counted(self) -> float:
-        return self.lease * (1 + DRIFT)
-
     def _ask(self, member: Member, now: float) -> Ask:
-        """The next grant: none without a reading of its clock, nor where it may not serve."""
-        member.asked = now
-        self._serial += 1
-        standing = member.standing
-        grant = Grant(fence=self.promise.fence, serial=self._serial, epoch=None)
-        if standing is None:
-            return Ask(member.name, grant)
-        returns = None if self._begun else standing.clock + self.lease
-        grant = replace(grant, returns=returns)
-        if not member.has_lease:
-            return Ask(member.name, replace(grant, epoch=standing.epoch, until=0.0))
-        if self._in_doubt(member.name):
-            return Ask(member.name, replace(grant, returns=None))
-        member.serves_until = max(member.serves_until, member.heard + self._counted)
-        until, member.granted = standing.clock + self.lease, self._serial
-        return Ask(member.name, replace(grant, epoch=standing.epoch, until=until))
+        return self._leases.ask(member, now, in_doubt=self._in_doubt(member.name))
 
     def _staging(self, update_id: str) -> Update | None:
         update = self.update
@@ -456,46 +425,12 @@ class Coordinator:
 
     def _admit(self, member: Member, now: float) -> list[Action]:
         """What a member needs that stands and does not serve."""
-        standing, live = member.standing, self.promise
-        assert standing is not None
-        if member.leaves:
-            return []
-        update = self.update
-        if standing.state not in ("running", "fenced", "paused", "asleep") or member.busy:
-            member.why = member.why if member.busy else f"it is {standing.state}"
-            return []
-        if update is not None and update.phase is not Phase.STAGING:
-            return []  # what is live changes
-        if standing.version == live.version:
-            if member.holds:
-                return self.checked(member.name, live.version, live.digest, now)
-            member.busy = True
-            return [Check(member.name)]
-        if standing.version > live.version:
-            member.why = (
-                f"its version {standing.version} is above the fleet's {live.version}: it was "
-                "updated at its own address: restart it"
-            )
-            return []
-        return self._fill(member, now)
-
-    def _fill(self, member: Member, now: float) -> list[Action]:
-        """From a member that no update keeps busy, which it would give way to."""
-        member.behind = True
-        taken = () if self.update is None else self.update.left
-        if member.name in taken:
-            member.why = "it takes part in the update under way"
-            return []
-        donors = [name for name in self.serving if name not in taken]
-        if now < member.not_before:
-            return []
-        if not donors:
-            if taken:
-                member.why = "it is brought up to date when the update under way has ended"
-            return []
-        donor = donors[member.fails % len(donors)]
-        member.busy, member.why = True, "it is being brought up to date"
-        return [Fill(member.name, donor, self.promise.version)]
+        standing, live, update = member.standing, self.promise, self.update
+        if not self._admission.is_ready(member) or (update is not None and update.is_settling):
+            return []  # in an update that is decided, what is live changes
+        if member.holds and standing is not None and standing.version == live.version:
+            return self.checked(member.name, live.version, live.digest, now)
+        return self._admission.bring_up(member, live, () if update is None else update.left, now)
 
     def _lose_late_joiners(self, update: Update, now: float) -> list[Action]:
         """Those that do not serve have no lease by whose end the others would know of them."""
@@ -505,27 +440,14 @@ class Coordinator:
         late = [name for name, done in update.left.items() if not done and name not in serving]
         return [a for name in late for a in self._lose(name, "it did not commit in time", now)]
 
-    def _may_join(self, member: Member, now: float) -> bool:
-        """Whether a member can take part in an update that does not serve: it is there, and behind;
-        who is bringing it up to date gives way to the update.
-        """
-        standing = member.standing
-        if standing is None or member.leaves or member.status is Status.SERVING:
-            return False
-        if standing.prepared and not member.holds:
-            return False  # by what was last heard; one that holds what is live has committed since
-        heard = member.busy or now - member.heard < 2 * self.lease
-        return member.behind and heard and standing.version < self.promise.version
-
     def _decision(self, name: str, update_id: str, now: float) -> Tell:
         """Of an update that a member was left with: what the record says, and else no."""
         commit = update_id == self.promise.update_id
         reason = "" if commit else "its coordinator has no record of a commit"
-        return Tell(name, self._told(update_id, commit=commit, reason=reason))
-
-    def _told(self, update_id: str, *, commit: bool, reason: str = "") -> Decision:
-        fence = self.promise.fence
-        return Decision(update_id=update_id, commit=commit, fence=fence, reason=reason)
+        decision = Decision(
+            update_id=update_id, commit=commit, fence=self.promise.fence, reason=reason
+        )
+        return Tell(name, decision)
 
     def _late(self, name: str, why: str) -> list[Action]:
         member = self.members.get(name)
@@ -540,7 +462,7 @@ class Coordinator:
     def _leave(self, member: Member, now: float) -> list[Action]:
         """One that is about to end, or is to go, says where it stands."""
         if not member.has_lease:
-            member.status, member.holds = Status.LEFT, False
+            member.status = Status.LEFT
             return [*self._fence(member, HAS_LEFT, now), *self._settle(now)]
         if member.status is Status.SERVING:
             member.status, member.why = Status.LEAVING, HAS_LEFT
@@ -548,6 +470,8 @@ class Coordinator:
         standing, update = member.standing, self.update
         runs = standing is None or standing.running or standing.waiting
         if runs or (update is not None and member.name in update.left):
+            return []
+        if self.is_needed(member.name, now):
             return []
         return [*self._fence(member, HAS_LEFT, now), self._ask(member, now), *self._settle(now)]
 
@@ -573,31 +497,12 @@ class Coordinator:
         if not update.wanted or not all(update.left.values()):
             return []
         update.phase = Phase.WRITING
-        return [
-            Write(
-                replace(
-                    self.promise,
-                    version=update.version,
-                    digest=update.digest,
-                    update_id=update.update_id,
-                    before=self.promise.digest if update.reversible else 0,
-                    adapters=update.adapters,
-                    adapters_before=self.promise.adapters if update.reversible else (),
-                )
-            )
-        ]
+        return [Write(update.promised(self.promise))]
 
     def _abort(self, update: Update, why: str) -> list[Action]:
         """Members that were lost on the way hold what they held, and serve on."""
         self.update = None
-        told = self._told(update.update_id, commit=False, reason=why)
-        actions: list[Action] = [Tell(name, told) for name, voted in update.left.items() if voted]
-        return [*actions, Ended(update.update_id, False, why, dict(update.lost))]
-
-    def _tell_commits(self, update: Update, now: float) -> list[Action]:
-        update.told = now
-        told = self._told(update.update_id, commit=True)
-        return [Tell(name, told) for name, done in update.left.items() if not done]
+        return update.aborted(self.promise.fence, why)
 
     def _settle(self, now: float) -> list[Action]:
         """Whether the commit can be answered: nobody serves, or will, what was before."""
@@ -610,43 +515,24 @@ class Coordinator:
         if not all(update.left.values()):
             return []
         # What was asked meanwhile may have been answered before its member had committed.
-        self.update, self._settled, self._removed = None, self._serial, []
+        self.update, self._settled, self._removed = None, self._leases.serial, []
         return [Ended(update.update_id, True, lost=update.lost)]
 
     def _refound(self, now: float) -> list[Action]:
         """Where nobody holds what was promised any more: a new epoch, with what there is."""
-        if not self.idle or not self.members:
+        if not self.idle or now < self._before:
             return []
-        members = self.members.values()
-        if now < self._before or any(m.holds or m.busy or now < m.serves_until for m in members):
+        keeps = partial(self._admission.keeps, live=self.promise, now=now)
+        founding = new_epoch(self.promise, self.members.values(), keeps, self._settled, now)
+        if founding is None:
             return []
-        # What was asked before is of no use: it may have voted for what is promised since.
-        new = (m for m in members if m.answered > self._settled and not m.leaves)
-        standings = [m.standing for m in new if m.standing is not None]
-        ours = self.promise.version or self.promise.digest
-        stay = sum(not (m.gone or m.leaves) for m in members)
-        if not standings or (ours and len(standings) < stay):
-            return []  # whoever does not answer may hold it
-        best = max(s.version for s in standings)
-        if best == self.promise.version or any(s.prepared for s in standings):
-            return []  # it is looked at first
-        epoch = secrets.randbits(48)
-        self._founding = replace(
-            self.promise, epoch=epoch, version=best, digest=0, update_id="", before=0,
-            adapters=(), adapters_before=(),
-        )  # fmt: skip
-        return [Write(self._founding)]
+        self._founding = founding
+        return [Write(founding)]
 
 
 def _end(member: Member, why: str) -> None:
     """It serves no more once it hears of it; one that leaves will not again."""
     if member.leaves:
-        member.status, member.why, member.holds = Status.LEFT, HAS_LEFT, False
+        member.status, member.why = Status.LEFT, HAS_LEFT
     else:
         member.status, member.why = Status.FENCED, why
-
-
-def _back_off(name: str, fails: int) -> float:
-    """Seconds: twice as many each time, of which a part that differs by member is left out."""
-    spread = zlib.crc32(f"{name} {fails}".encode()) / 2**32
-    return min(FIRST_PAUSE * 2.0 ** min(fails, 10), LONGEST_PAUSE) * (1 - spread / 2)

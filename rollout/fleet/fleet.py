@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,15 +17,12 @@ from rollout.errors import (
     DeadlineExceeded,
     EngineClosed,
     EngineError,
-    EngineOverloaded,
-    EngineRestarted,
     RolloutError,
-    TransferFailed,
 )
 from rollout.fleet import late
-from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Tell, Write
+from rollout.fleet.actions import Action, Adapters, Ask, Ended, Promise
 from rollout.fleet.coordinator import Coordinator
-from rollout.fleet.hosts import place_of
+from rollout.fleet.errands import Errands
 from rollout.fleet.link import Link, let_go
 from rollout.fleet.member import describe
 from rollout.fleet.member_log import MemberLog
@@ -33,8 +30,6 @@ from rollout.fleet.record import Record
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls
-from rollout.weight_sync.protocol.adapters import digest_of_all, held_adapters
-from rollout.weight_sync.protocol.digests import MASK, total
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import WeightInfo
 
@@ -44,13 +39,10 @@ LEASE = 2.0  # seconds
 PATIENCE = 0.25  # of an update's timeout
 THREADS = 64
 KEPT = 8  # outcomes of updates, and receipts of a member
-FILL_TIMEOUT = 30.0  # seconds of each wait while a member is brought up to date
 _CLOSED = (
     "the fleet's front was closed: what it was about to commit is live if its record says so; a "
     "front that opens the record goes by it"
 )
-# What may only mean that a member was not reached; whatever else it answers is its last word.
-_UNHEARD = (DeadlineExceeded, EngineClosed, EngineOverloaded, TransferFailed)
 
 
 class Fleet:
@@ -75,8 +67,6 @@ class Fleet:
             raise ConfigError(f"lease and quorum must be positive, got {lease} and {quorum}")
         self.lease, self._tls, self._patience = lease, tls, patience
         self._record, self._quorum = record, quorum
-        self._held_as = ""  # the quantisation of all
-        self._telling: set[tuple[str, str]] = set()  # (member, update) that is being told
         self._state = Coordinator(
             record.promise, quorum=quorum or 1, lease=lease, now=time.monotonic(),
             earlier=record.earlier,
@@ -85,6 +75,7 @@ class Fleet:
         self._log = MemberLog()
         self._ended: dict[str, Future[Ended]] = {}
         self._changed = threading.Condition(threading.RLock())
+        self._errands = Errands(self._state, self._links, record, self._feed, self._changed)
         self._pool = ThreadPoolExecutor(THREADS, "rollout-fleet")
         # Apart from the others: a member that keeps an update waiting holds up no grant.
         self._updating = ThreadPoolExecutor(THREADS, "rollout-fleet-update")
@@ -147,16 +138,21 @@ class Fleet:
             self._set_quorum()
 
     def leave(self, name: str, notice: float) -> None:
-        """Remove a member that gets nothing new from here on, once what runs there has ended or
-        ``notice`` seconds are over; what still runs then goes on elsewhere. ``ConfigError`` for a
-        name that is none; again for one that is leaving waits for the same end.
+        """Remove a member that gets nothing new from here on, once what runs there has ended, and
+        others hold what is live, or ``notice`` seconds are over; what still runs then goes on
+        elsewhere. ``ConfigError`` for a name that is none; again for one that is leaving waits for
+        the same end.
         """
         with self._changed:
             if (link := self._links.get(name)) is None:
                 raise _no_member(name)
             self._do(self._state.leave(name, time.monotonic()))
             self._set_quorum()
-        self.wait(lambda: self._links.get(name) is not link or not link.calls, notice)
+
+        def may_go() -> bool:
+            return not (link.calls or self._state.is_needed(name, time.monotonic()))
+
+        self.wait(lambda: self._links.get(name) is not link or may_go(), notice)
         with self._changed:
             if self._links.get(name) is not link:
                 return
@@ -215,7 +211,7 @@ class Fleet:
     def whys(self) -> str:
         """Why members do not serve that do not."""
         with self._changed:
-            return self._state.whys()
+            return self._state.members.whys()
 
     def serving(self) -> list[Link]:
         with self._changed:
@@ -251,40 +247,17 @@ class Fleet:
             return {name: standing for name, standing in found if standing is not None}
 
     @property
+    def promise(self) -> Promise:
+        """What the fleet serves, and what a rollback leads to."""
+        return self._state.promise
+
+    @property
     def epoch(self) -> int:
         return self._state.promise.epoch
 
     @property
     def version(self) -> int:
         return self._state.promise.version
-
-    @property
-    def fence(self) -> int:
-        return self._state.promise.fence
-
-    @property
-    def update_id(self) -> str:
-        """Of what is live; "" where no update made it."""
-        return self._state.promise.update_id
-
-    @property
-    def before(self) -> int:
-        """The digest that a rollback leads to; 0 where there is none."""
-        return self._state.promise.before
-
-    @property
-    def digest(self) -> int:
-        """Of all that members hold, their adapters among it."""
-        return self._state.promise.digest
-
-    @property
-    def adapters(self) -> Adapters:
-        return self._state.promise.adapters
-
-    @property
-    def adapters_before(self) -> Adapters:
-        """Those that a rollback leads to."""
-        return self._state.promise.adapters_before
 
     @property
     def num_members(self) -> int:
@@ -389,6 +362,10 @@ class Fleet:
         patience = max(self._patience * timeout, self.lease)
         return late.results(parts, given_up, enough, patience)
 
+    def check_kind(self, info: WeightInfo) -> None:
+        """``ConfigError`` where a member's weights are held in other bits than the others'."""
+        self._errands.check_kind(info)
+
     def later(self, fn: Callable[[], None]) -> None:
         """In a thread of those that updates have."""
         with suppress(RuntimeError):  # it is closed, and its links with it
@@ -410,7 +387,7 @@ class Fleet:
                 link.close()
         self._record.close()
 
-    # ---- what the coordinator asks for ----
+    # ---- helpers ----
 
     def _given_up(self, update_id: str, names: frozenset[str]) -> dict[str, str]:
         """Of those members the ones that have no part in the update any more, and why."""
@@ -436,14 +413,14 @@ class Fleet:
     def _meet(self, link: Link) -> None:
         """Raise what is wrong with whoever answers there, if somebody does."""
         try:
-            standing = link.ask(Grant(fence=self.fence, epoch=None))
+            standing = link.ask(Grant(fence=self.promise.fence, epoch=None))
         except ConfigError:
             raise
         except RolloutError as error:
             log.info("member %s does not answer yet: %s", link.name, error)
             return
         with self._changed:
-            if twin := self._state.twin(link.name, standing.epoch):
+            if twin := self._state.members.twin(link.name, standing.epoch):
                 raise _is_member(link, twin)
 
     def _check_address(self, link: Link) -> None:
@@ -458,7 +435,7 @@ class Fleet:
             log.info("member %s was let go without hearing of it: %s", link.name, error)
 
     def _set_quorum(self) -> None:
-        self._state.quorum = self._quorum or min(2, max(1, self._state.staying))
+        self._state.quorum = self._quorum or min(2, max(1, self._state.members.staying))
 
     def _tick(self) -> None:
         while not self._closing.wait(self.lease / 8):
@@ -483,140 +460,7 @@ class Fleet:
                 if outcome is not None and not outcome.done():
                     outcome.set_result(action)
                 continue
-            run = _RUNS[type(action)]
-            self._pool.submit(self._run, run, action)
-
-    def _run(self, run: Callable[[Fleet, Any], None], action: Action) -> None:
-        try:
-            run(self, action)
-        except Exception:
-            log.exception("the fleet could not do %r", action)
-
-    def _ask(self, action: Ask) -> None:
-        link = self._links.get(action.member)
-        if link is None:
-            return
-        try:
-            standing = link.ask(action.grant)
-        except EngineRestarted as error:
-            why = str(error)
-            restarted = self._state.restarted
-            self._feed(lambda now: restarted(action.member, action.grant, why, now))
-            return
-        except RolloutError as error:
-            why = str(error)
-            self._feed(lambda now: self._state.silent(action.member, why, now))
-            return
-        if self._links.get(action.member) is link:
-            self._feed(lambda now: self._state.stood(action.member, action.grant, standing, now))
-
-    def _tell(self, action: Tell) -> None:
-        told = (action.member, action.decision.update_id)
-        with self._changed:
-            if told in self._telling:
-                return  # it has not answered yet
-            self._telling.add(told)
-        try:
-            self._tell_once(action)
-        finally:
-            with self._changed:
-                self._telling.discard(told)
-
-    def _tell_once(self, action: Tell) -> None:
-        link, name, decision = self._links.get(action.member), action.member, action.decision
-        if link is None:
-            return
-        kept = link.receipts.setdefault(decision.update_id, Future())
-        try:
-            receipt = link.client.decide(decision)
-        except RolloutError as error:
-            final, why = not isinstance(error, _UNHEARD), str(error)
-            if decision.commit and self._links.get(name) is link:
-                told = self._state.decided
-                of = decision.update_id
-                self._feed(lambda now: told(of, name, why, now, final=final))
-            return
-        if receipt is not None and not kept.done():
-            kept.set_result((time.monotonic(), receipt))
-        while len(link.receipts) > KEPT:
-            link.receipts.pop(next(iter(link.receipts)))
-        if self._links.get(name) is link:
-            self._feed(lambda now: self._state.decided(decision.update_id, name, "", now))
-
-    def _check(self, action: Check) -> None:
-        link, name = self._links.get(action.member), action.member
-        if link is None:
-            return
-        try:
-            before = link.control.info()
-            self.check_kind(before)
-            link.place, link.relays = place_of(before), "relays" in before.features
-            models = total(link.client.digests(link.client.timeout).values())
-            found = _Found.of(link.control.info(), models)
-            if found != _Found.of(before, models):
-                raise TransferFailed("its weights changed while they were looked at")
-        except RolloutError as error:
-            why = str(error)
-            self._feed(lambda now: self._state.silent(name, why, now))
-            return
-        if self._links.get(name) is link:
-            self._feed(lambda now: self._state.checked(name, *found.weights, now, found.adapters))
-
-    def check_kind(self, info: WeightInfo) -> None:
-        """``ConfigError`` where its weights are held in other bits than those of the first member:
-        digests are of what was sent.
-        """
-        own = "none" if info.grid is None else info.grid.scheme
-        with self._changed:
-            held = self._held_as = self._held_as or own
-        if own != held:
-            raise ConfigError(
-                f"its quantization is {own!r}, and the fleet's {held!r}: start it with that"
-            )
-
-    def _fill(self, action: Fill) -> None:
-        link, donor = self._links.get(action.member), self._links.get(action.donor)
-        name = action.member
-        try:
-            if link is None or donor is None:
-                raise TransferFailed("its donor has left the fleet")
-            log.info("member %s gets version %d of %s", name, action.version, donor.name)
-            receipt = donor.client.send_to(link.sending(action.version, FILL_TIMEOUT))
-            adapters = total(adapter.digest for adapter in receipt.adapters.values())
-            info = link.control.info()
-            link.place, link.relays = place_of(info), "relays" in info.features
-            found = _Found.of(info, (receipt.digest - adapters) & MASK)
-        except RolloutError as error:
-            why = f"bringing it up to date from {action.donor} failed: {error}"
-            log.warning("member %s: %s", name, why)
-            self._feed(lambda now: self._state.unfilled(name, why, now))
-            return
-        if self._links.get(name) is link:
-            self._feed(lambda now: self._state.checked(name, *found.weights, now, found.adapters))
-
-    def _write(self, action: Write) -> None:
-        try:
-            self._record.write(action.promise)
-        except Exception as error:  # noqa: BLE001 - else it is being written for ever
-            why = str(error) or type(error).__name__
-            self._feed(lambda now: self._state.unwritten(why, now))
-            return
-        self._feed(lambda now: self._state.written(action.promise, now))
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What a member holds: its version, the digest of all, and the adapters that are in it."""
-
-    weights: tuple[int, int]
-    adapters: Adapters
-
-    @classmethod
-    def of(cls, info: WeightInfo, models: int) -> _Found:
-        """``models``: the digest of its models, as they were read."""
-        adapters = held_adapters(info)
-        digest = digest_of_all(models, (adapter.digest for adapter in adapters))
-        return cls((info.version, digest), adapters)
+            self._pool.submit(self._errands.run, action)
 
 
 def _no_member(name: str) -> ConfigError:
@@ -628,12 +472,3 @@ def _is_member(link: Link, name: str) -> ConfigError:
         f"the engine at {link.client.address} is member {name!r:.80} of this fleet already: name "
         "each engine once (to add one anew, remove it first)"
     )
-
-
-_RUNS: dict[type[Any], Callable[[Fleet, Any], None]] = {
-    Ask: Fleet._ask,
-    Tell: Fleet._tell,
-    Check: Fleet._check,
-    Fill: Fleet._fill,
-    Write: Fleet._write,
-}

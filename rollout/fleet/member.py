@@ -1,12 +1,11 @@
-"""A coordinator's view of one member, and of the update that is under way."""
+"""A coordinator's view of one member."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from rollout.fleet.actions import Adapters
 from rollout.weight_sync.protocol.membership import Standing
 
 NEW = "it has not been heard of yet"
@@ -19,12 +18,6 @@ class Status(StrEnum):
     FENCED = "fenced"
     LEAVING = "leaving"
     LEFT = "left"
-
-
-class Phase(StrEnum):
-    STAGING = "staging"
-    WRITING = "writing"
-    COMMITTING = "committing"
 
 
 @dataclass(slots=True)
@@ -59,32 +52,14 @@ class Member:
     def has_lease(self) -> bool:
         return self.status in (Status.SERVING, Status.LEAVING)
 
+    def answers(self, within: float, now: float) -> bool:
+        """Whether it was heard of in so many seconds, or is about to answer."""
+        return self.busy or now - self.heard < within
+
     @property
     def is_new(self) -> bool:
         """Whether it may serve within moments: nothing is known against it."""
         return self.why == NEW
-
-
-@dataclass(slots=True)
-class Update:
-    """``left``: members that take part still, whether they serve or join by it, and whether each
-    has voted (once written: has committed). ``lost``: why the others do not. ``wanted``: the
-    trainer asks for the commit. ``back``: it is a rollback. ``reversible``: one may come after it.
-    ``digest``: of all that is held then, and of it ``adapters``.
-    """
-
-    update_id: str
-    version: int
-    left: dict[str, bool]
-    phase: Phase = Phase.STAGING
-    back: bool = False
-    reversible: bool = True
-    wanted: bool = False
-    digest: int = 0
-    adapters: Adapters = ()
-    lost: dict[str, str] = field(default_factory=dict)
-    written: float = float("-inf")
-    told: float = float("-inf")
 
 
 def describe(members: Iterable[Member]) -> list[dict[str, object]]:

@@ -21,12 +21,13 @@ def roll_back(fleet: Fleet, log: UpdateLog, timeout: float) -> UpdateReceipt:
     """
     transaction = Transaction(fleet, log)
     version = transaction.begin(uuid.uuid4().hex, None, timeout, back=True)
-    update_id, digest, adapters = transaction.update_id, fleet.before, fleet.adapters_before
+    live, update_id = fleet.promise, transaction.update_id
+    digest, adapters = live.before, live.adapters_before
 
     def vote(link: Link) -> None:
         link.client.prepare_rollback(
             PrepareRollback(
-                update_id=update_id, version=version, digest=digest, fence=fleet.fence,
+                update_id=update_id, version=version, digest=digest, fence=live.fence,
                 timeout=timeout,
             )
         )  # fmt: skip

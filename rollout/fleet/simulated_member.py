@@ -26,7 +26,8 @@ class SimulatedMember:
     ``rate``: of its clock; ``ahead``: seconds by which that has jumped. ``up``: whether it runs;
     ``dead``: it never will, another comes in its place. ``leaving``: it is about to end. ``cut``:
     no message reaches it or leaves it; ``mute``: none leaves it. ``until``: the end of its lease,
-    by its clock. What it refuses is a ``RolloutError``.
+    by its clock. ``heard``: when an answer of it arrived last. What it refuses is a
+    ``RolloutError``.
     """
 
     name: str
@@ -42,6 +43,7 @@ class SimulatedMember:
     cut: bool = False
     mute: bool = False
     ahead: float = 0.0
+    heard: float = 0.0
     until: float | None = None
     newest: tuple[int, int] = (0, 0)  # grant
     prepared: Staged | None = None

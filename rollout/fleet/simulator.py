@@ -27,12 +27,14 @@ from functools import partial
 
 from rollout.errors import EngineRestarted, RolloutError
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Ended, Fill, Promise, Tell, Write
-from rollout.fleet.coordinator import DRIFT, Coordinator
+from rollout.fleet.coordinator import Coordinator
 from rollout.fleet.findings import Findings, Violation, Weather
 from rollout.fleet.late import late_at
-from rollout.fleet.member import Phase, Status
+from rollout.fleet.leases import DRIFT
+from rollout.fleet.member import Status
 from rollout.fleet.simulated_faults import Faults
 from rollout.fleet.simulated_member import SimulatedMember, Staged
+from rollout.fleet.update import Phase
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Standing
 
@@ -174,12 +176,12 @@ class Simulation:
                 self._fill(action, life)
             elif isinstance(action, Write):
                 delay = self._some(self.weather.disk) * self.faults.slowness
-                self.later(delay, self._written, action, life)
+                self.later(delay, self._written, action, life, self.now)
             elif life == self.life and self._outcome is not None:
                 outcome, self._outcome = self._outcome, None
                 outcome(action)
 
-    def _written(self, action: Write, life: int) -> None:
+    def _written(self, action: Write, life: int, asked: float) -> None:
         if life != self.life:  # the file is another's
             self._feed(life, lambda c: c.unwritten("another has the record", self.now))
             return
@@ -195,7 +197,7 @@ class Simulation:
                 raise Violation(f"{self.durable} has other adapters than its digests")
         if action.promise.epoch != old.epoch:
             self.found.refounded += 1
-            self._check_lost(old)
+            self._check_lost(old, asked)
             self.floor = (action.promise.epoch, action.promise.version)
         key = (action.promise.epoch, action.promise.version)
         digest = action.promise.digest
@@ -204,10 +206,14 @@ class Simulation:
         self.promised.add(action.promise.update_id)
         self._feed(life, lambda c: c.written(action.promise, self.now))
 
-    def _check_lost(self, old: Promise) -> None:
-        """A new epoch gives up what was promised: then nobody may hold it any more."""
+    def _check_lost(self, old: Promise, asked: float) -> None:
+        """A new epoch gives up what was promised: then nobody may hold it any more, but who was
+        about to end, and has not been heard of for a while.
+        """
         for engine in self.engines.values():
-            if not engine.dead and (engine.version, engine.digest) == (old.version, old.digest):
+            silent = engine.leaving and asked - engine.heard > LEASE
+            held = (engine.version, engine.digest) == (old.version, old.digest)
+            if held and not (engine.dead or silent):
                 raise Violation(f"version {old.version} was given up, but {engine.name} holds it")
 
     # ---- messages ----
@@ -238,7 +244,7 @@ class Simulation:
 
         def answer(result: object) -> None:
             if not answered[0] and not engine.cut:
-                answered[0] = True
+                answered[0], engine.heard = True, self.now
                 self._feed(life, reply(result))
 
         def expire() -> None:

@@ -378,7 +378,7 @@ def test_a_member_that_cannot_be_brought_up_to_date_is_tried_again_ever_later_by
 def test_a_member_that_leaves_ends_what_it_runs_and_is_said_to_have_left() -> None:
     fleet = serving("a", "b", "c")
     [last] = stand(fleet, "c", asked(fleet, "c", 0.6), 0.6, state="leaving", running=2)
-    assert (fleet.serving, fleet.staying) == (["a", "b"], 2)
+    assert (fleet.serving, fleet.members.staying) == (["a", "b"], 2)
     assert last.grant.until == 50.0 + LEASE, "what runs there may end under a lease"
     assert not fleet.serves_none("c", 0.6)
     assert stand(fleet, "c", [last], 0.7, state="leaving", running=1) == []

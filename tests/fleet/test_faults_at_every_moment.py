@@ -6,8 +6,8 @@ from collections import defaultdict
 import pytest
 
 from rollout.fleet.findings import Weather
-from rollout.fleet.member import Phase
 from rollout.fleet.simulator import Simulation
+from rollout.fleet.update import Phase
 
 WEATHER = Weather(delay=0.02, stage=0.1, disk=0.1)  # so that every phase lasts
 FAULTS = (

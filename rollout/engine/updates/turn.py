@@ -101,6 +101,11 @@ class Turn:
             self.end(lease)
 
     @property
+    def is_read(self) -> bool:
+        """Whether what is live is being read, as by who sends another engine a copy."""
+        return isinstance(self.holder, ReadLease)
+
+    @property
     def _is_free(self) -> bool:
         return self.state in ("idle", "broken")
 

@@ -1,0 +1,45 @@
+"""All members of a fleet, as its coordinator sees them."""
+
+from __future__ import annotations
+
+from rollout.fleet.member import Member, Status
+
+
+class Members(dict[str, Member]):
+    """By name."""
+
+    @property
+    def serving(self) -> list[str]:
+        return [m.name for m in self.values() if m.status is Status.SERVING]
+
+    @property
+    def staying(self) -> int:
+        """How many are there that do not leave."""
+        return sum(not member.leaves for member in self.values())
+
+    def have_answered(self, serial: int, within: float, now: float) -> bool:
+        """Whether all that were heard of within so many seconds have taken a grant behind that
+        one.
+        """
+        there = (m for m in self.values() if m.standing and now - m.heard < within)
+        return all(member.answered > serial for member in there)
+
+    def whys(self) -> str:
+        """Why those do not serve that do not."""
+        out = (m for m in self.values() if m.status is not Status.SERVING)
+        return "; ".join(f"{m.name}: {m.why}" for m in out)
+
+    def is_last_holder(self, name: str, within: float, now: float) -> bool:
+        """Whether one that leaves holds what is live, and of those that stay none does that was
+        heard of in so many seconds: one that is silent may have ended.
+        """
+        member = self.get(name)
+        if member is None or not member.holds:
+            return False
+        staying = [m for m in self.values() if not m.leaves]
+        return bool(staying) and not any(m.holds and m.answers(within, now) for m in staying)
+
+    def twin(self, name: str, epoch: int) -> str:
+        """The member that is this engine already, under another name; "" where none is."""
+        others = (m for m in self.values() if m.name != name and m.standing is not None)
+        return next((m.name for m in others if m.standing and m.standing.epoch == epoch), "")
