@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from rollout.errors import ConfigError, InvalidRequest
-from rollout.wire.spellings import EMBEDDED, Spellings, explains_names
+from rollout.wire.spellings import EMBEDDED, Spellings, explains_names, near
 
 DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
 MAX_TIMEOUT = 86400.0  # seconds; the longest wait that anybody may ask for: a day
@@ -79,7 +79,7 @@ class EngineConfig:
         None, "directory or hub id of the tokenizer (default: the model's)"
     )
     tokenizer_revision: str | None = _setting(
-        None, "branch, tag or commit of the tokenizer's hub id"
+        None, "branch, tag or commit of the tokenizer's hub id; without `tokenizer`, of the model's"
     )
     tokenizer_mode: str = _setting(
         "auto",
@@ -315,6 +315,11 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization={self.quantization!r} does not go with components yet: leave one out"
             )
+        if self.code_revision is not None and not self.trust_remote_code:
+            raise ConfigError(
+                f"code_revision={self.code_revision!r} is of code that is run with "
+                "trust_remote_code=True alone: set that, too, or leave it out"
+            )
         if not isinstance(self.hf_overrides, Mapping):
             raise ConfigError(f"hf_overrides must be a dict, got {self.hf_overrides!r:.80}")
         if isinstance(self.cuda_graphs, bool):
@@ -371,7 +376,7 @@ class EngineConfig:
             if choices and value not in choices:
                 raise ConfigError(
                     f"{f.name} must be one of {', '.join(choices)}, got {value!r:.80}"
-                    + (_WHICH_GPU if f.name == "device" and str(value).startswith("cuda:") else "")
+                    + _meant(f.name, value, choices)
                 )
             if least is None or (value is None and f.default is None):
                 continue
@@ -405,7 +410,20 @@ class EngineConfig:
         return self.num_threads or max(1, (os.cpu_count() or 1) // self.tensor_parallel_size)
 
 
-_WHICH_GPU = ": rank N takes the N-th GPU that CUDA_VISIBLE_DEVICES shows"
+def _meant(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """What to use for a value that is none of ``choices``; "" where that is not known."""
+    word = str(value)
+    if name == "device" and word.startswith("cuda:"):
+        return ": rank N takes the N-th GPU that CUDA_VISIBLE_DEVICES shows"
+    if name == "device":
+        return ": a GPU is 'cuda'" if word == "gpu" else ""
+    if name == "dtype" and word.startswith(("fp8", "float8", "int8", "int4", "mxfp4")):
+        return ": weights in fewer bits are a matter of quantization"
+    if near_one := near(word, choices):
+        return f"; did you mean {near_one!r}?"
+    if name == "quantization":
+        return ": how weights are held; what files are in is seen from them, and kept by 'auto'"
+    return ""
 
 
 def _text(name: str, value: Any) -> Any:
@@ -417,6 +435,11 @@ def _text(name: str, value: Any) -> Any:
     if isinstance(value, EngineConfig):
         raise ConfigError(f"{name} is a text; settings are keywords: Rollout(**config.to_dict())")
     if not isinstance(value, str | None) or (value is None and name == "model"):
+        if name == "model" and hasattr(value, "state_dict"):
+            raise ConfigError(
+                f"model must be a checkpoint directory or hub id, not a {type(value).__name__}: "
+                "start from its checkpoint (save_pretrained), then send it by update_weights"
+            )
         raise ConfigError(f"{name} must be a text, got {value!r:.80}")
     return _DTYPES.get(value, value) if name in ("dtype", "head_dtype") and value else value
 

@@ -32,7 +32,7 @@ def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[A
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise InvalidRequest(
             f"prompts must be a text, a list of token ids, or a list of either, not "
-            f"{type(prompts).__name__}"
+            f"{type(prompts).__name__}{_as_list(prompts)}"
         )
     each = [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
     for number, prompt in enumerate(each):
@@ -49,8 +49,16 @@ def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[A
             )
         ids = listed and set(map(type, prompt)) <= {int}
         if not isinstance(prompt, str) and not ids:
-            raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids")
+            several = "; it is a list of texts, where one text goes"
+            texts = listed and set(map(type, prompt)) == {str}
+            hint = several if texts else _as_list(prompt) or _as_list(prompt[0] if listed else None)
+            raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids{hint}")
     return each
+
+
+def _as_list(value: Any) -> str:
+    """A remedy for tensors and arrays of ids, and for numbers out of one."""
+    return ": send its tolist()" if callable(getattr(value, "tolist", None)) else ""
 
 
 def as_completions(completions: Any) -> list[list[int]] | None:

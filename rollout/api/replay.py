@@ -148,6 +148,8 @@ def replay(
     given |= {"dtype": found.facts["dtype"].removeprefix("torch."), "staging": "none", **settings}
     if checkpoint is not None:
         given |= {"model": str(checkpoint), "revision": None, "load_format": "auto"}
+        if given.get("tokenizer") is None:
+            given["tokenizer_revision"] = None
     if adapter is not None:
         had = {k: v for k, v in found.facts["settings"].items() if k in _OF_ADAPTERS}
         given |= {"max_adapters": 1, **had}

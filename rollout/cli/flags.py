@@ -106,7 +106,8 @@ def subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL, which may also be given as ``--model MODEL``; see ``model_of``."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint directory or hub id")
+    text = "checkpoint directory, hub id or URL"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
     add_model_flag(parser)
 
 

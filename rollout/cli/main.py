@@ -79,7 +79,7 @@ CHECK: tuple[Row, ...] = (
 SHOWN = 8  # tensors that differ
 INFO: tuple[Row, ...] = (
     ("--json", "", False, "one JSON object"),
-    ("--receipts", "N", 4, "of the last N commits"),
+    ("--receipts", "N", 4, "show those of the last N commits"),
 )
 
 
@@ -144,7 +144,7 @@ def _add_generate(commands: Any) -> None:
     parser = _add_command(commands, "generate", generate, "continue prompts, here or on a service")
     parser.add_argument(
         "words", nargs="*", metavar="MODEL PROMPT",
-        help="MODEL (a checkpoint directory or hub id), then the prompts",
+        help="MODEL (a checkpoint directory, hub id or URL), then the prompts",
     )  # fmt: skip
     add_model_flag(parser)
     parser.add_argument(
@@ -168,7 +168,8 @@ def generate(args: argparse.Namespace) -> int:
         model = words.pop(0)
     prompts = [*words, *map(_parse_ids, args.token_ids)]
     if not prompts:
-        raise ConfigError("generate needs a prompt: a text, or --token-ids 1,2,3")
+        taken = "" if model is None else f", behind the model, for which {model!r} is taken"
+        raise ConfigError(f"generate needs a prompt: a text, or --token-ids 1,2,3{taken}")
     params = sampling_params(args)
     if model is None:
         engine = connect(args, args.connect)

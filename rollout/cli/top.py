@@ -35,7 +35,7 @@ STATES = {"running": "green", "paused": "yellow", "asleep": "yellow"}  # others 
 TOP: tuple[Row, ...] = (
     ("--once", "", False, "one frame, as it is when the output is no terminal"),
     ("--interval", "X", 1.0, "seconds between two looks"),
-    ("--receipts", "N", 8, "of the last N commits"),
+    ("--receipts", "N", 8, "show those of the last N commits"),
 )
 
 

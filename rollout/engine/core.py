@@ -119,14 +119,7 @@ class EngineCore:
         self.config = config = found.settled(config)
         self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
-        if not config.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.load(
-                config.tokenizer or str(found.directory),
-                config.tokenizer_revision,
-                chat_template=config.chat_template,
-                slow=config.tokenizer_mode == "slow",
-                trust_remote_code=config.trust_remote_code,
-            )
+        self.tokenizer = found.load_tokenizer(config)
         self._directory = str(found.directory)
         with self._closing:  # from here on ``close`` ends the executor
             if self._closed:
@@ -175,7 +168,10 @@ class EngineCore:
         )  # fmt: skip
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size
-            self.grammars = Grammars(self.tokenizer.path, vocab_size, model.eos_ids)
+            self.grammars = Grammars(
+                self.tokenizer.path, vocab_size, model.eos_ids,
+                trust_remote_code=config.trust_remote_code, code_revision=config.code_revision,
+            )  # fmt: skip
         self._build_images()
         states = None
         if size.running:

@@ -9,8 +9,9 @@ from typing import Self
 import torch
 
 from rollout.config import EngineConfig
+from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import ConfigError
-from rollout.loader import find_loader, is_remote, resolve_model
+from rollout.loader import find_loader, is_remote, resolve_model, resolve_tokenizer
 from rollout.models.config import ModelConfig
 from rollout.models.module_map import ModuleMap
 from rollout.models.registry import Registry
@@ -33,7 +34,9 @@ class ResolvedModel:
         find_loader(config.load_format)
         own = ModuleMap() if config.module_map is None else ModuleMap.read(config.module_map)
         registry = own.registry()
-        directory = resolve_model(config.model, config.revision, config.load_format)
+        directory = resolve_model(
+            config.model, config.revision, config.load_format, code=config.trust_remote_code
+        )
         code = None
         if config.trust_remote_code:
             code = RemoteCode(directory=str(directory), revision=config.code_revision)
@@ -52,6 +55,22 @@ class ResolvedModel:
     def dtype_of(self, config: EngineConfig) -> torch.dtype:
         """What the model computes in: the one asked for, else the checkpoint's."""
         return self.config.dtype if config.dtype == "auto" else dtype_from_name(config.dtype)
+
+    def load_tokenizer(self, config: EngineConfig) -> Tokenizer | None:
+        """The one asked for, else the model's; fetched if it has to be. Raises ``ConfigError``."""
+        if config.skip_tokenizer_init:
+            return None
+        code, revision = config.trust_remote_code, config.tokenizer_revision
+        directory = self.directory
+        if config.tokenizer is not None or revision is not None:
+            directory = resolve_tokenizer(config.tokenizer or config.model, revision, code=code)
+        return Tokenizer.load(
+            str(directory),
+            chat_template=config.chat_template,
+            slow=config.tokenizer_mode == "slow",
+            trust_remote_code=code,
+            code_revision=config.code_revision,
+        )
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """``config`` with the scheme that quantization "auto" stands for here: the files' own, or

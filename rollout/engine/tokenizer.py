@@ -8,14 +8,8 @@ from typing import Any, Protocol
 
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import ChatOptions, SamplingParams
+from rollout.loader import has_tokenizer
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-)
 _AS_IT_COMES = ChatOptions()
 _LONGEST = 64  # characters that one token is allowed to stand for, at least
 
@@ -25,44 +19,46 @@ class Tokenizer:
 
     def __init__(self, hf: Any, chat_template: str | None = None, *, slow: bool = False) -> None:
         self._hf = hf
-        # Asked for with every request; a wrapper counts its vocabulary anew each time.
+        # Asked for with every request; a wrapper looks them up anew each time.
         self._length: int = len(hf)
         self._eos: int | None = hf.eos_token_id
         self.chat_template: str | None = chat_template or hf.chat_template
-        # The Rust object decodes in a tenth of the wrapper's time; the wrapper's own clean-up
-        # of spaces, where a tokenizer asks for it, is only in the wrapper.
-        plain = (
-            not slow and bool(hf.is_fast) and not getattr(hf, "clean_up_tokenization_spaces", False)
-        )
-        self._fast = hf.backend_tokenizer if plain else None
+        # The Rust object does the same in less time, but for classes that bring verbs of their own
+        # and for those that clean up spaces.
+        rust = hf.backend_tokenizer if hf.is_fast and not slow else None
+        clean = getattr(hf, "clean_up_tokenization_spaces", False)
+        self._decoder = None if clean or not _inherits(hf, "decode", "_decode") else rust
+        self._encoder = rust if _inherits(hf, "__call__", "_encode_plus") else None
+        if self._encoder is not None:  # as the wrapper has it set up in each call
+            self._encoder.no_truncation()
+            self._encoder.no_padding()
+            self._encoder.encode_special_tokens = hf.split_special_tokens
         self._longest = max(_LONGEST, max(map(len, hf.get_vocab()), default=0))
 
     @classmethod
     def load(
         cls,
         path: str | None,
-        revision: str | None = None,
         *,
         chat_template: str | None = None,
         slow: bool = False,
         trust_remote_code: bool = False,
+        code_revision: str | None = None,
     ) -> Tokenizer | None:
-        """Load from a directory or hub id; None when it holds none, or an empty one.
+        """Load from a directory; None when it holds none, or an empty one.
 
         ``chat_template``: a file or a text in the place of the tokenizer's own. ``slow``: through
-        transformers' wrapper alone. ``trust_remote_code``: run code that lies with it. Raises
-        ``ConfigError`` naming ``path`` when files are there but cannot be used.
+        transformers' wrapper alone. ``trust_remote_code``: run code that lies with it, of
+        ``code_revision`` where that is a hub id's. Raises ``ConfigError`` naming ``path`` when
+        files are there but cannot be used.
         """
-        if path is None:
-            return None
-        directory = Path(path)
-        if directory.is_dir() and not any((directory / f).is_file() for f in TOKENIZER_FILES):
+        if path is None or not has_tokenizer(Path(path)):
             return None
         from transformers import AutoTokenizer  # slow to import: only where there is one
 
         try:
             hf = AutoTokenizer.from_pretrained(
-                path, revision=revision or "main", trust_remote_code=trust_remote_code
+                path, trust_remote_code=trust_remote_code, code_revision=code_revision
             )
         except Exception as error:  # the Rust part and the hub's checks raise classes of their own
             raise ConfigError(
@@ -110,6 +106,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the prompt is not Unicode text: {error}") from None
+        if self._encoder is not None:
+            # Unlike ``encode``, this lets other threads run meanwhile, and finds no offsets.
+            found = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(found[0].ids)
         ids: list[int] = self._hf(text, add_special_tokens=add_special_tokens)["input_ids"]
         return list(ids)
 
@@ -144,14 +144,22 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str
-        if self._fast is not None:
-            text = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if self._decoder is not None:
+            text = self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         else:
             text = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def __len__(self) -> int:
         return self._length
+
+
+def _inherits(hf: Any, *verbs: str) -> bool:
+    """Whether its class has these as transformers' wrapper of the Rust object has them."""
+    from transformers import PreTrainedTokenizerFast
+
+    own, base = type(hf), PreTrainedTokenizerFast
+    return all(getattr(own, verb, None) is getattr(base, verb) for verb in verbs)
 
 
 def _template_text(given: str) -> str:

@@ -1,7 +1,12 @@
 """Where ``(name, LazyTensor)`` streams come from: files, the hub, URLs, made-up values."""
 
 from rollout.loader.checkpoint import Checkpoint, open_checkpoint, open_location
-from rollout.loader.hub import copy_side_files, resolve_model
+from rollout.loader.hub import (
+    copy_side_files,
+    has_tokenizer,
+    resolve_model,
+    resolve_tokenizer,
+)
 from rollout.loader.registry import (
     Loader,
     LoadRequest,
@@ -21,6 +26,7 @@ __all__ = [
     "Loader",
     "copy_side_files",
     "find_loader",
+    "has_tokenizer",
     "is_remote",
     "known_formats",
     "open_checkpoint",
@@ -28,5 +34,6 @@ __all__ = [
     "portable",
     "register_loader",
     "resolve_model",
+    "resolve_tokenizer",
     "save_shard",
 ]

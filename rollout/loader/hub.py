@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.loader.modelscope import SCHEME, fetch_modelscope
@@ -23,6 +25,13 @@ _KINDS: Mapping[str, tuple[FileKind | None, ...]] = {
     "pt": (PT,),
     "dummy": (None,),
 }
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -31,48 +40,106 @@ def resolve_model(
     revision: str | None = None,
     load_format: str = "auto",
     token: str | None = None,
+    *,
+    code: bool = False,
 ) -> Path:
     """A local directory as it is; a hub id from the cache, else downloaded into it, and so a model
     of ModelScope (``modelscope://owner/name``); of another URL, one with all but the weights.
 
     Only the files ``load_format`` needs are fetched; ``auto`` fetches .bin files when there are no
-    safetensors. huggingface_hub's own locks let several ranks call this at once.
+    safetensors. ``code``: code that lies with the model is needed, too, where there is some.
+    huggingface_hub's own locks let several ranks call this at once.
     """
     kinds = _KINDS.get(load_format, (SAFETENSORS, PT))
-    if model.startswith(SCHEME):
-        return fetch_modelscope(model, revision, kinds)
-    if is_remote(model):
-        return fetch_side_files(model)
-    path = Path(model).expanduser()
+    if (found := _not_of_the_hub(model, revision, kinds, "revision")) is not None:
+        if not (found / "config.json").is_file():
+            raise ConfigError(f"{found} holds no config.json; is it a checkpoint directory?")
+        return found
+    for local in (True, False):
+        for kind in kinds:
+            path = _snapshot(model, revision, kind, token, local=local)
+            if path is not None and not (local and code and _lacks_code(path)):
+                return path
+    raise ConfigError(f"{model}: the hub has no weights for load_format={load_format!r}")
+
+
+def resolve_tokenizer(tokenizer: str, revision: str | None = None, *, code: bool = False) -> Path:
+    """The directory of a tokenizer that is named as a model is; of a hub id, without weights.
+
+    ``ConfigError`` where there is none.
+    """
+    path = _not_of_the_hub(tokenizer, revision, (None,), "tokenizer_revision")
+    if path is None:
+        path = _fetched(tokenizer, revision, SIDE_FILES, None, local=True)
+        if path is None or not has_tokenizer(path) or (code and _lacks_code(path)):
+            path = _fetched(tokenizer, revision, SIDE_FILES, None, local=False)
+    if path is None or not has_tokenizer(path):
+        raise ConfigError(
+            f"{tokenizer} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}; check tokenizer "
+            "and tokenizer_revision"
+        )
+    return path
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether files of a tokenizer are there."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _not_of_the_hub(
+    where: str, revision: str | None, kinds: Iterable[FileKind | None], setting: str
+) -> Path | None:
+    """Where a directory or URL lies here; None for a hub id."""
+    if where.startswith(SCHEME):
+        return fetch_modelscope(where, revision, kinds)
+    path = Path(where).expanduser()
+    remote = is_remote(where)
+    if revision is not None and (remote or path.exists()):
+        raise ConfigError(
+            f"{setting}={revision!r} is of a hub id, and {where} is a "
+            f"{'URL' if remote else 'directory'}: leave it out"
+        )
+    if remote:
+        return fetch_side_files(where)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} holds no config.json; is it a checkpoint directory?")
         return path
     if path.exists():
         raise ConfigError(f"{path} is a file; give the directory it lies in")
-    if not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"{model!r} is no directory here and no hub id; check the path")
-    for local in (True, False):
-        for kind in kinds:
-            found = _snapshot(model, revision, kind, token, local=local)
-            if found is not None:
-                return found
-    raise ConfigError(f"{model}: the hub has no weights for load_format={load_format!r}")
+    if not _HUB_ID.fullmatch(where):
+        raise ConfigError(f"{where!r} is no directory here and no hub id; check the path")
+    return None
 
 
 def _snapshot(
     model: str, revision: str | None, kind: FileKind | None, token: str | None, *, local: bool
 ) -> Path | None:
     """The snapshot with its weights of ``kind`` (None: without weights), else None."""
+    patterns = [*SIDE_FILES, *(kind.patterns if kind else ())]
+    path = _fetched(model, revision, patterns, token, local=local)
+    if path is None:
+        return None
+    # A cache may hold a tokenizer's files alone, or an index without all of its shards.
+    try:
+        has_weights = kind is None or find_shards(path, kind).files
+        return path if has_weights and (path / "config.json").is_file() else None
+    except ConfigError:
+        if local:
+            return None
+        raise
+
+
+def _fetched(
+    name: str, revision: str | None, patterns: Sequence[str], token: str | None, *, local: bool
+) -> Path | None:
+    """The snapshot of a hub id with its files of these names; None where the cache has none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*SIDE_FILES, *(kind.patterns if kind else ())]
     try:
         found = snapshot_download(
-            model,
+            name,
             revision=revision,
-            allow_patterns=patterns,
+            allow_patterns=[*patterns],
             ignore_patterns=["consolidated*"],
             token=token,
             local_files_only=local,
@@ -81,23 +148,29 @@ def _snapshot(
         if local:
             return None
         raise ConfigError(
-            f"{model}: no such directory, not in the hub cache (revision {revision or 'main'}), "
+            f"{name}: no such directory, not in the hub cache (revision {revision or 'main'}), "
             "and the hub cannot be reached; check the path, or download it first"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(
-            f"{model} cannot be downloaded ({error}); check the id and revision, and for a gated "
+            f"{name} cannot be downloaded ({error}); check the id and revision, and for a gated "
             "model pass a token (HF_TOKEN)"
         ) from error
-    # A cache may hold a tokenizer's files alone, or an index without all of its shards.
-    try:
-        path = Path(found)
-        has_weights = kind is None or find_shards(path, kind).files
-        return path if has_weights and (path / "config.json").is_file() else None
-    except ConfigError:
-        if local:
-            return None
-        raise
+    return Path(found)
+
+
+def _lacks_code(directory: Path) -> bool:
+    """Whether configs name code as their own that is not there: others fetch without it."""
+    named: list[Any] = []
+    for file in (directory / "config.json", directory / "tokenizer_config.json"):
+        try:
+            values = json.loads(file.read_text(encoding="utf-8")).get("auto_map") or {}
+        except (OSError, ValueError, AttributeError):
+            continue  # whoever reads it says what is wrong
+        for value in values.values() if isinstance(values, dict) else ():
+            named += value if isinstance(value, list) else [value]
+    own = (n.partition(".")[0] for n in named if isinstance(n, str) and "--" not in n)
+    return not all((directory / f"{module}.py").is_file() for module in own)
 
 
 def copy_side_files(source: Path, target: Path) -> None:

@@ -24,7 +24,7 @@ from rollout.weights.files import Files, unpacked
 from rollout.weights.files.box_reader import BoxReader
 from rollout.weights.files.safetensors_files import Row, rows_of
 
-SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*")
+SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
 RANGE = 8 << 20  # bytes of one request
 AT_ONCE = 8  # requests of one tensor
 MAX_HEADER = 100 << 20  # bytes, as safetensors itself has it

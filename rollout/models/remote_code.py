@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollout.errors import ConfigError
@@ -30,6 +31,12 @@ class RemoteCode:
             name = auto_map(values).get(part)
             if name is None:
                 raise ConfigError(f"{self.directory}: its auto_map names no {part}")
+            file = Path(self.directory, f"{name.partition('.')[0]}.py")
+            if "--" not in name and not file.is_file():
+                raise ConfigError(
+                    f"{self.directory}: its auto_map names {name}, and there is no {file.name}: "
+                    "copy it there, or fetch the model anew while the hub can be reached"
+                )
             try:
                 found.append(
                     get_class_from_dynamic_module(name, self.directory, code_revision=self.revision)

@@ -44,7 +44,7 @@ class ServerTls:
                 found.load_verify_locations(self.client_ca)
                 found.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:  # ssl's errors are among them
-            raise ConfigError(f"the TLS files cannot be used: {error}") from None
+            raise _unusable(error, self.cert, self.key, self.client_ca) from None
         return found
 
 
@@ -165,8 +165,14 @@ def client_context(tls: ClientTls | None, protocol: str) -> ssl.SSLContext:
         if tls.cert is not None:
             found.load_cert_chain(tls.cert, tls.key)
     except OSError as error:  # ssl's errors are among them
-        raise ConfigError(f"the TLS files cannot be used: {error}") from None
+        raise _unusable(error, tls.cert, tls.key) from None
     return found
+
+
+def _unusable(error: OSError, *paths: str | None) -> ConfigError:
+    absent = next((path for path in paths if path and not Path(path).is_file()), None)
+    why = error if absent is None else f"{absent} is no file"
+    return ConfigError(f"the TLS files cannot be used: {why}")
 
 
 def _read(path: str, what: str) -> bytes:

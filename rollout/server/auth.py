@@ -88,6 +88,9 @@ class Tokens:
         It needs a token, and TLS; or ``insecure``, where something else encrypts or the network is
         trusted.
         """
+        name, colon, port = host.partition(":")
+        if colon and port.isdigit():
+            raise ConfigError(f"the host {host!r} has a port in it: give {name!r} and the port")
         if is_loopback(host):
             return
         if self.generation is None:

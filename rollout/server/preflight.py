@@ -16,6 +16,7 @@ from rollout.engine.memory import available_bytes
 from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.state_cache import StateShape
+from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.native import library, native_status
@@ -42,6 +43,7 @@ class Examined:
     kv_bytes_per_token: int
     files: str
     held: str
+    tokenizer: str
     rank_bytes: tuple[int, ...]
     tables: tuple[WeightTable, ...]
 
@@ -68,6 +70,7 @@ class Examined:
             f"weights        {self.held}; "
             + ", ".join(f"rank {n}: {mib(size)}" for n, size in enumerate(self.rank_bytes)),
             f"checkpoint     {self.num_tensors} tensors, {self.files}",
+            f"tokenizer      {self.tokenizer}",
         ]
 
 
@@ -109,7 +112,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     check_dtype(device, dtype)
     tables = _tables(config, found, dtype)
     kv = KVShape.of(model, ranks, config.block_size, dtype, _sparse_layers(model))
-    examined = _examined(config, model, dtype, tables, kv)
+    examined = _examined(config, found, dtype, tables, kv)
     told(examined)
     weight_bytes = max(examined.rank_bytes)
     free = available_bytes(device)
@@ -140,12 +143,12 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
 
 def _examined(
     config: EngineConfig,
-    model: ModelConfig,
+    found: ResolvedModel,
     dtype: torch.dtype,
     tables: Sequence[WeightTable],
     kv: KVShape,
 ) -> Examined:
-    dummy = config.load_format == "dummy"
+    model, dummy = found.config, config.load_format == "dummy"
     return Examined(
         architecture=model.architecture,
         served=_served(model),
@@ -156,9 +159,16 @@ def _examined(
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
         rank_bytes=tuple(_rank_bytes(table, dtype) for table in tables),
         held=_held(config.quantization, model.quantization, dtype_name(dtype)),
+        tokenizer=_tokenizer(found.load_tokenizer(config)),
         kv_bytes_per_token=kv.block_bytes // config.block_size,
         files="made up" if dummy else "names and shapes as the tables want them",
     )
+
+
+def _tokenizer(found: Tokenizer | None) -> str:
+    if found is None:
+        return "none: requests bring token ids"
+    return f"{len(found)} tokens, {'with' if found.chat_template else 'without'} a chat template"
 
 
 def _sparse_layers(model: ModelConfig) -> int:

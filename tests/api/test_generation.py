@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 from api.conftest import ENGINE
 from shared_engines import standing_still
 
@@ -423,6 +424,9 @@ HI = [{"role": "user", "content": "Hi"}]
 WRONG = [
     (lambda r: r.generate(b"hi"), "prompts must be a text"),
     (lambda r: r.generate(["a", b"hi"]), "prompt 1 is neither"),
+    (lambda r: r.generate(torch.tensor([1, 2])), "not Tensor: send its tolist()"),
+    (lambda r: r.generate([torch.tensor([1, 2])]), "list of token ids: send its tolist()"),
+    (lambda r: r.generate([["a", "b"]]), "it is a list of texts, where one text goes"),
     (lambda r: r.generate(["a", "b"], request_ids="xy"), "1 request ids for 2 prompts"),
     (lambda r: r.generate("a", request_ids=5), "request_ids must be a list of texts, got 5"),
     (lambda r: r.generate("a", images=3), "images must be a list, got 3"),

@@ -127,6 +127,16 @@ def test_what_is_no_tensor_is_named(client: Any, other_weights: Any, odd: Any) -
     assert "extra_state" in client.preflight(state).problems[0]
 
 
+def test_a_decoder_alone_and_tensors_without_names_are_told_what_to_send(
+    client: Any, other_weights: Any
+) -> None:
+    inner = {n.removeprefix("model."): t for n, t in other_weights.items() if "model." in n}
+    with pytest.raises(WeightMismatch, match=r"send the whole model, not its \.model; "):
+        client.update_weights(inner, timeout=10)
+    with pytest.raises(WeightError, match="a Tensor without its name: pass the module, or named_"):
+        client.update_weights(iter(other_weights.values()), timeout=10)
+
+
 def test_preflight_takes_nothing_of_a_generator_and_says_that_it_cannot_tell(
     client: Any, other_weights: Any
 ) -> None:

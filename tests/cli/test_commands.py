@@ -64,7 +64,7 @@ def test_check_tells_what_serving_would_need(run: Run, tiny: Path) -> None:
     facts = dict(line.split(None, 1) for line in out.splitlines())
     assert facts["architecture"].startswith("Qwen3ForCausalLM")
     assert facts["ranks"].startswith("2, float32")
-    assert {"checkpoint", "memory", "sequences", "kernels"} <= set(facts)
+    assert {"checkpoint", "tokenizer", "memory", "sequences", "kernels"} <= set(facts)
     assert "undo='shadow' takes nothing more" in facts["memory"]
     assert " <- " not in out
     _, out, _ = run("check", tiny, "--tensor-parallel-size", 2, "--print-shapes")

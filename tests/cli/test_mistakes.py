@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -227,6 +228,8 @@ def test_a_busy_port_is_refused_before_the_model_is_read(run: Run, tiny: Path) -
 
 
 def test_an_open_host_needs_a_token(run: Run, tiny: Path) -> None:
+    address = run("serve", tiny, *CPU, "--host", "localhost:8000")
+    refused(address, "the host 'localhost:8000' has a port in it: give 'localhost' and the port")
     door = ("serve", tiny, *CPU, "--host", "0.0.0.0", "--port", 0)
     refused(run(*door), "give a token (--token, token=)")
     refused(run(*door, "--token", "t"), "--tls-cert", "--insecure")
@@ -240,6 +243,19 @@ def test_an_open_host_needs_a_token(run: Run, tiny: Path) -> None:
 def test_a_wrong_number_of_layers_is_one_line(run: Run, tiny: Path, tmp_path: Path) -> None:
     model = broken_config(tiny, tmp_path, num_hidden_layers=3)
     refused(run("generate", model, "hi", *CPU), "num_hidden_layers is 3", "layer_types")
+
+
+def test_check_says_of_a_tokenizer_what_serving_would(
+    run: Run, tiny: Path, bare: Path, tmp_path: Path
+) -> None:
+    told = {model: run("check", model, "--device", "cpu")[1] for model in (tiny, bare)}
+    assert re.search(r"^tokenizer +\d+ tokens, with a chat template$", told[tiny], re.M)
+    assert re.search(r"^tokenizer +none: requests bring token ids$", told[bare], re.M)
+    refused(run("check", tiny, "--tokenizer", "/nope"), "'/nope' is no directory here")
+    refused(run("check", tiny, "--chat-template", "nope.jinja"), "nope.jinja cannot be read")
+    model = Path(shutil.copytree(tiny, tmp_path / "cut"))
+    (model / "tokenizer.json").write_text("{")
+    refused(run("check", model), "tokenizer", "skip_tokenizer_init=True")
 
 
 def test_a_path_that_is_nowhere_is_one_short_line(
@@ -285,7 +301,7 @@ def test_bad_prompts_and_parameters_are_named(run: Run, bare: Path) -> None:
     refused(run("generate", bare, "--token-ids", "1,x", *CPU), "--token-ids")
     result = run("generate", bare, "--token-ids", "1,99999", *CPU)
     refused(result, "outside the vocabulary", name="InvalidRequest")
-    refused(run("generate", bare, *CPU), "needs a prompt")
+    refused(run("generate", bare, *CPU), "needs a prompt", "for which", "is taken")
     refused(run("generate"), "MODEL")
     result = run("generate", bare, "--token-ids", "1", "--n", 2, "--temperature", 0, *CPU)
     refused(result, "n must be 1 when using greedy", name="InvalidRequest")

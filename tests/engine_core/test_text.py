@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_core.harness import PROMPT, Sink, Start, request, run
@@ -10,12 +13,14 @@ from engine_core.toy_model import continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import RequestOutput, SamplingParams
 
 TOKENIZER = Tokenizer(make_tokenizer(320))
+SLOW = Tokenizer(make_tokenizer(320), slow=True)
 
 
 def detokenize(ids: list[int], prompt: list[int], at_once: bool = False, **params: object) -> str:
@@ -143,6 +148,71 @@ def test_a_tokenizer_file_that_is_no_json_is_a_config_error(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="cannot be loaded") as refused:
         Tokenizer.load(str(tmp_path))
     assert "\n" not in str(refused.value)
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A class with verbs of its own, as code of a checkpoint may have them."""
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return super().__call__(text.upper(), **options)
+
+    def _decode(self, *args: Any, **options: Any) -> str:
+        return str(super()._decode(*args, **options)).upper()
+
+
+def shouting() -> Tokenizer:
+    made = make_tokenizer(320)
+    own = Shouting(tokenizer_object=made.backend_tokenizer, eos_token=made.eos_token)
+    return Tokenizer(own)
+
+
+TOKENIZERS = (TOKENIZER, SLOW, pickle.loads(pickle.dumps(TOKENIZER)), shouting())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=40), st.booleans())
+def test_modes_and_copies_of_a_tokenizer_encode_and_decode_alike(text: str, special: bool) -> None:
+    text = f"<|im_start|>{text}"
+    for tokenizer in TOKENIZERS:
+        hf = tokenizer.hugging_face
+        ids = hf(text, add_special_tokens=special)["input_ids"]
+        assert tokenizer.encode(text, add_special_tokens=special) == ids
+        shown = tokenizer.decode(ids, skip_special_tokens=special)
+        assert shown == hf.decode(ids, skip_special_tokens=special)
+
+
+def test_what_a_tokenizer_is_asked_for_all_the_time_is_looked_up_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hf, calls = make_tokenizer(320), Counter[str]()
+    kind = type(hf)
+    for name in ("__len__", "get_vocab", "__call__", "decode", "_encode_plus"):
+        own = getattr(kind, name)
+
+        def counted(self: Any, *args: Any, own: Any = own, name: str = name, **more: Any) -> Any:
+            calls[name] += 1
+            return own(self, *args, **more)
+
+        monkeypatch.setattr(kind, name, counted)
+    tokenizer = Tokenizer(hf)
+    assert (calls["__len__"], calls["get_vocab"]) == (1, 1)
+    calls.clear()
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    calls.clear()
+    for one in (tokenizer, copy):
+        assert len(one) == 320
+        assert one.eos_token_id == hf.eos_token_id
+        one.check_length("hi", 2)
+        assert one.decode(one.encode("hi")) == "hi"
+    assert not calls
+
+
+def test_a_length_that_the_files_cut_to_is_no_length_of_prompts() -> None:
+    hf = make_tokenizer(320)
+    hf.backend_tokenizer.enable_truncation(2)
+    hf.backend_tokenizer.enable_padding(length=9)
+    assert len(Tokenizer(hf).encode("a longer text")) > 2
+    assert len(Tokenizer(hf).encode("a")) == 1
 
 
 def test_without_tokenizer_stop_strings_are_refused(start: Start) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -101,6 +102,7 @@ def source(tmp_path_factory):
     (path / "pytorch_model.bin").write_bytes(b"must not be fetched")
     (path / "consolidated.safetensors").write_bytes(b"must not be fetched")
     (path / "picture.png").write_bytes(b"must not be fetched")
+    (path / "own.py").write_text("raise SystemExit('code runs only where it is trusted')")
     return path, float(model.model.norm.weight.detach().sum())
 
 
@@ -119,7 +121,8 @@ def test_a_hub_id_is_fetched_once_with_only_the_files_it_needs(source, tmp_path)
     hub = Hub(path)
     try:
         assert read(tmp_path, hub.url) == f"safetensors {total}"
-        assert hub.downloaded() == {"config.json", "generation_config.json", "model.safetensors"}
+        weights, code = "model.safetensors", "own.py"
+        assert hub.downloaded() == {"config.json", "generation_config.json", weights, code}
         hub.requests.clear()
         assert read(tmp_path, hub.url) == f"safetensors {total}"
         assert hub.requests == []  # the cache is asked first
@@ -143,29 +146,38 @@ def test_a_gated_repository_needs_the_callers_token(source, tmp_path):
 
 
 @pytest.mark.more
-def test_the_command_line_takes_its_token_from_the_environment(source, tmp_path):
-    """As `rollout serve` does; the revision that was asked for is named where it is not there."""
+def test_a_service_takes_its_token_from_the_environment(source, tmp_path):
+    """The revision that was asked for is named where it is not there."""
     path, _ = source
     hub = Hub(path, gated_by="hf_secret")
     env = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PATH": "/usr/bin:/bin"}
     env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    ports = ("--port", "0", "--grpc-port", "0", "--num-threads", "1", "--num-kv-blocks", "32")
 
-    def check(home, **more):
-        command = [sys.executable, "-m", "rollout", "check", "some-org/tiny", "--device", "cpu"]
-        return subprocess.run(
-            [*command, *more.pop("flags", ())], env={**env, "HF_HOME": str(home), **more},
-            capture_output=True, text=True, timeout=270,
+    @contextmanager
+    def serving(home, *flags, **more):
+        command = [sys.executable, "-m", "rollout", "serve", "some-org/tiny", "--device", "cpu"]
+        process = subprocess.Popen(
+            [*command, *ports, *flags], env={**env, "HF_HOME": str(home), **more},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+
+    def refused(*flags, **more):
+        with serving(*flags, **more) as process:
+            stderr = process.communicate(timeout=270)[1]
+            assert process.returncode == 2
+            return stderr
 
     try:
-        refused = check(tmp_path / "one")
-        assert refused.returncode == 2
-        assert "pass a token (HF_TOKEN)" in refused.stderr
-        served = check(tmp_path / "two", HF_TOKEN="hf_secret")
-        assert served.returncode == 0, served.stderr
-        assert "Qwen3ForCausalLM" in served.stdout
+        assert "pass a token (HF_TOKEN)" in refused(tmp_path / "one")
+        with serving(tmp_path / "two", HF_TOKEN="hf_secret") as process:
+            assert process.stdout.readline().startswith("ready http=")
     finally:
         hub.close()
-    offline = check(tmp_path / "two", HF_HUB_OFFLINE="1", flags=("--revision", "v9"))
-    assert offline.returncode == 2
-    assert "not in the hub cache (revision v9)" in offline.stderr
+    offline = refused(tmp_path / "two", "--revision", "v9", HF_HUB_OFFLINE="1")
+    assert "not in the hub cache (revision v9)" in offline

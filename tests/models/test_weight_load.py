@@ -1,5 +1,6 @@
 """Every kind of value gets in the same way: in place, once, complete, or refused by name."""
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from rollout.distributed import TensorParallel
 from rollout.errors import WeightMismatch
 from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
+from rollout.models.layers.base import Layer
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorPiece, TileLayout
 
 LAYOUTS = ["plain", "tiles"]
@@ -332,6 +334,33 @@ def test_a_partial_load_reports_what_it_did_not_touch(tiny):
     assert report.missing == set(first) - {NORM}
     assert report.nbytes == 64 * 4
     assert_same_bits(live, cold(config, {**first, NORM: second[NORM]}))
+
+
+def test_what_follows_from_weights_is_derived_once_by_each_layer_after_each_load(tiny, monkeypatch):
+    config, first, second = tiny
+    model, own, calls = empty(config), Layer.after_load, Counter()
+
+    def counted(layer):
+        calls[layer] += 1
+        own(layer)
+
+    monkeypatch.setattr(Layer, "after_load", counted)
+    once = Counter(m for m in model.modules() if isinstance(m, Layer))
+    for weights in (first, second):
+        calls.clear()
+        model.load_weights(weights.items())
+        assert calls == once
+    calls.clear()
+    load = model.begin_load()
+    load.feed([(NORM, first[NORM])])
+    assert not calls
+    with pytest.raises(WeightMismatch):
+        load.finish()
+    assert not calls  # of what was refused nothing follows
+    load = model.begin_load()
+    load.feed([(NORM, first[NORM])])
+    load.finish(partial=True)
+    assert calls == once
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -89,6 +89,23 @@ def test_a_setting_out_of_bounds_is_refused_by_name(setting) -> None:
         EngineConfig(model="m", **setting)
 
 
+def test_a_value_that_is_none_of_its_choices_is_told_what_was_meant() -> None:
+    for setting, words in (
+        ({"dtype": "bfloat"}, "did you mean 'bfloat16'?"),
+        ({"dtype": "fp8"}, "weights in fewer bits are a matter of quantization"),
+        ({"quantization": "fp8block"}, "did you mean 'fp8_block'?"),
+        ({"quantization": "awq"}, "what files are in is seen from them, and kept by 'auto'"),
+        ({"device": "gpu"}, "a GPU is 'cuda'"),
+        ({"device": "cuda:1"}, "rank N takes the N-th GPU"),
+        ({"staging": "devices"}, "did you mean 'device'?"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            EngineConfig(**{"model": "m", **setting})
+        assert words in str(refused.value)
+    with pytest.raises(ConfigError, match=r"not a Linear: start from its checkpoint"):
+        EngineConfig(model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def test_settings_may_be_paths_and_torchs_own_nouns(tmp_path: Path) -> None:
     config = EngineConfig(
         model=tmp_path, weight_dirs=tmp_path, journal=tmp_path, cuda_graph_sizes=4,

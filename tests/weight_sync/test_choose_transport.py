@@ -2,6 +2,8 @@
 
 import pytest
 
+from rollout.errors import ConfigError
+from rollout.weight_sync import transports
 from rollout.weight_sync.trainer import session
 from rollout.weight_sync.trainer.shard_layout import ShardLayout
 from rollout.weight_sync.transports.broadcast import choose_backend
@@ -36,3 +38,11 @@ def test_ranks_of_several_hosts_meet_where_all_of_them_can(
     layout = ShardLayout(None, hosts=hosts)
     assert session.meeting_host(reached_by, layout) == expected
     assert session.meeting_host(reached_by, None) == reached_by
+
+
+def test_a_name_that_others_have_for_a_transport_is_told_in_ours() -> None:
+    for theirs, ours in (("nccl", "broadcast"), ("cuda_ipc", "ipc"), ("grpc", "grpc_stream")):
+        with pytest.raises(ConfigError, match=f"by {theirs} goes '{ours}'; known: auto, .*{ours}"):
+            transports.find(theirs)
+    with pytest.raises(ConfigError, match="unknown transport 'rdma'; known: auto"):
+        transports.find("rdma")

@@ -85,10 +85,10 @@ def _serve_masks(steps: socket.socket, follower: Follower, following: threading.
 class Compiler:
     """Grammars of one vocabulary, the newest kept. Thread-safe."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: list[int]) -> None:
+    def __init__(self, tokenizer: Mapping[str, Any], vocab_size: int, eos_ids: list[int]) -> None:
         import xgrammar
 
-        loaded = Tokenizer.load(tokenizer)
+        loaded = Tokenizer.load(**tokenizer)
         assert loaded is not None, "the engine has a tokenizer"
         self.vocab_size, self._xgrammar = vocab_size, xgrammar
         self.mask_width = mask_width(vocab_size + (not eos_ids))  # of xgrammar's own masks

@@ -17,15 +17,18 @@ START_LIMIT = 120.0  # seconds until the process is ready: it imports torch and 
 
 
 class Grammars:
-    """``tokenizer``: its directory or hub id. The process starts with the first grammar.
+    """``tokenizer``: its directory. The process starts with the first grammar. ``code``: what
+    ``Tokenizer.load`` is told of code that lies with it.
 
     ``compile`` and ``close`` are for any thread, ``followed`` is the engine's thread's.
     ``on_answer`` is called, in a thread of their own, when there is something to take from there.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: str, vocab_size: int, eos_ids: frozenset[int], **code: bool | str | None
+    ) -> None:
         self._settings = {
-            "tokenizer": tokenizer,
+            "tokenizer": {"path": tokenizer, **code},
             "vocab_size": vocab_size,
             "eos_ids": sorted(eos_ids),
         }

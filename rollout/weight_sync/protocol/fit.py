@@ -82,6 +82,14 @@ def _in_file_form(
     return found
 
 
+def _within(sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta]) -> str:
+    """A remedy where all that was sent is of the decoder within the model, by its own names."""
+    names = [meta.name for meta in sent]
+    if names and all(f"model.{name}" in wanted and name not in wanted for name in names):
+        return "its names begin within 'model.': send the whole model, not its .model; "
+    return ""
+
+
 def check_metadata(
     sent: Sequence[TensorMeta],
     wanted: Mapping[str, TensorMeta],
@@ -107,7 +115,8 @@ def check_metadata(
     )
     if problems:
         raise WeightMismatch(
-            f"the update does not fit the model: {some(of_each(problems), _MOST, '; ')}",
+            f"the update does not fit the model: {_within(sent, wanted)}"
+            f"{some(of_each(problems), _MOST, '; ')}",
             problems=problems,
         )
 

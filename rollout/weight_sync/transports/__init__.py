@@ -28,6 +28,13 @@ MODULES: dict[str, str] = {
 }
 
 
+# What others name transports by -> ours.
+_BY_WHAT = {
+    "nccl": "broadcast", "gloo": "broadcast", "cuda_ipc": "ipc", "shared_memory": "ipc",
+    "grpc": "grpc_stream",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """One transport to try, and why it is this one's turn."""
@@ -48,7 +55,9 @@ def find(name: str, device: str = "cpu") -> Transport:
         raise ConfigError(f"transport {name!r} does not lead to an engine on {device}")
     if found is None:
         known = (each for each in names() if each in offered() + served(offered()))
-        raise ConfigError(f"unknown transport {name!r:.80}; known: auto, {', '.join(known)}")
+        meant = _BY_WHAT.get(name)
+        hint = f"; by {name} goes {meant!r}" if meant else ""
+        raise ConfigError(f"unknown transport {name!r:.80}{hint}; known: auto, {', '.join(known)}")
     return found
 
 

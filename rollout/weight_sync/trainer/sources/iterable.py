@@ -70,15 +70,21 @@ def _alone(name: str, tensor: Any) -> Tensor:
     return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
+def _shown(item: Any) -> str:
+    if isinstance(item, Tensor):
+        return f"a {type(item).__name__} without its name: pass the module, or named_parameters()"
+    return f"{' '.join(repr(item).split()):.80}"
+
+
 def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     last = "the first tensor"
     try:
         for item in items:
             if not isinstance(item, tuple | list) or len(item) != 2:
-                raise SourceFailed(f"after {last}: expected (name, tensor), got {item!r:.80}")
+                raise SourceFailed(f"after {last}: expected (name, tensor), got {_shown(item)}")
             name, tensor = item
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise SourceFailed(f"after {last}: expected (name, tensor), got {item!r:.80}")
+                raise SourceFailed(f"after {last}: expected (name, tensor), got {_shown(item)}")
             last = repr(name)
             yield name, readable(name, _alone(name, tensor))
     except (SourceFailed, WeightMismatch):

@@ -135,7 +135,8 @@ def pairs(weights: Pairs) -> list[tuple[str, Tensor]]:
         pair = item if isinstance(item, tuple | list) and len(item) == 2 else (None, None)
         if not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
             raise SourceFailed(
-                f"expected (name, tensor), got {item!r:.80}; leave out what is no tensor"
+                f"expected (name, tensor), got {' '.join(repr(item).split()):.80}; leave out "
+                "what is no tensor"
             )
         found.append((pair[0], pair[1]))
     return found
