@@ -299,8 +299,9 @@ def _classes(
 
     if architecture.endswith("ForSequenceClassification"):
         raise ConfigError(f"{architecture}: score heads are served over native decoders alone")
-    kind = getattr(transformers, architecture, None)
-    if kind is None or architecture not in _causal_names():
+    known = getattr(transformers, architecture, None) if architecture in _causal_names() else None
+    kind = known or _registered(architecture)
+    if kind is None:
         if code is not None and auto_map(values):
             kind, config_kind = code.classes(values)
             return kind, config_kind.from_dict(dict(values))
@@ -321,6 +322,16 @@ def _classes(
     except Exception as error:
         raise ConfigError(f"{file}: transformers refuses it: {str(error)[:300]}") from error
     return kind, config
+
+
+def _registered(architecture: str) -> type[Any] | None:
+    """A class that somebody made known by ``AutoModelForCausalLM.register``: a user's module map,
+    or a package that it imports.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    own = MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()
+    return next((kind for kind in own if kind.__name__ == architecture), None)
 
 
 def _with_floats(value: Any) -> Any:

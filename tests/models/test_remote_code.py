@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,49 @@ def test_a_config_without_architectures_is_read_by_its_model_type(tmp_path):
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelConfig.from_directory(tmp_path).architecture == "Qwen3ForCausalLM"
+
+
+REGISTERED = """
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+
+class HouseConfig(LlamaConfig):
+    model_type = "of-this-house"
+
+
+class HouseForCausalLM(LlamaForCausalLM):
+    config_class = HouseConfig
+
+
+AutoConfig.register("of-this-house", HouseConfig, exist_ok=True)
+AutoModelForCausalLM.register(HouseConfig, HouseForCausalLM, exist_ok=True)
+MODULE_MAP = {}
+"""
+
+
+def test_a_model_that_a_map_registers_with_transformers_is_served(tmp_path):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    llama = write_tiny(tmp_path / "llama", "llama")
+    house = Path(shutil.copytree(tmp_path / "llama", tmp_path / "house"))
+    config = json.loads((house / "config.json").read_text())
+    config |= {"architectures": ["HouseForCausalLM"], "model_type": "of-this-house"}
+    (house / "config.json").write_text(json.dumps(config))
+    (tmp_path / "house.py").write_text(REGISTERED)
+    with pytest.raises(ConfigError, match="has no such model"):
+        Rollout(str(house), **CPU)
+    try:
+        with Rollout(str(house), module_map=str(tmp_path / "house.py"), **CPU) as r:
+            tokens = r.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids
+            assert r.check_weights(llama).equal
+    finally:
+        kinds = MODEL_FOR_CAUSAL_LM_MAPPING._extra_content
+        for kind in [each for each in kinds if each.model_type == "of-this-house"]:
+            del kinds[kind]
+        CONFIG_MAPPING._extra_content.pop("of-this-house", None)
+    with Rollout(str(tmp_path / "llama"), **CPU) as r:
+        assert r.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids == tokens
 
 
 WRONG = """
