@@ -47,6 +47,7 @@ browser:
 # What runs for its length. SEED=n for another course.
 soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py --seconds 600 --seed $(or $(SEED),0)
+	$(BIN)/python benchmarks/soak_fleet.py --seconds 600 --seed $(or $(SEED),0)
 	$(BIN)/python benchmarks/fuzz.py --seconds 600 --seed $(or $(SEED),0)
 	$(BIN)/python -m rollout.fleet.simulator --members 4,16,64,256,1024 --updates 10000 \
 		--faults 100000 --fault-rate 2 --limit 120 --seed $(or $(SEED),0)

@@ -14,7 +14,7 @@ class Proxy:
     ``cut_after``: bytes from the client, over all connections, behind which the connection that
     carries them is reset, once per entry. ``refusing``: whether new connections are dropped.
     ``lose``: what the first of the next requests begins with, whose reply is lost with its
-    connection, one entry after the other; ``lost`` counts them.
+    connection, one entry after the other; ``lost`` counts them. ``hold``: a partition.
     """
 
     def __init__(self, target: str, cut_after: tuple[int, ...] = ()) -> None:
@@ -25,11 +25,32 @@ class Proxy:
         self.refuse_after_cut = False
         self.up = self.down = self.cuts = self.lost = 0
         self.lose: list[bytes] = []
+        self._flows = {up: threading.Event() for up in (True, False)}  # by direction
+        self.go_on()
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self, up: bool = True, down: bool = True) -> None:
+        """Nothing arrives in these directions (``up``: at the target) until ``go_on``; then all
+        does that was sent meanwhile, late, as behind a partition.
+        """
+        for flows, held in ((self._flows[True], up), (self._flows[False], down)):
+            if held:
+                flows.clear()
+
+    def go_on(self) -> None:
+        for flows in self._flows.values():
+            flows.set()
+
+    def cut(self) -> None:
+        """Reset every connection."""
+        with self._lock:
+            for sock in self._open:
+                reset(sock)
+            self._open.clear()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -38,7 +59,11 @@ class Proxy:
                 if self.refusing:
                     near.close()
                     continue
-                far = socket.create_connection(self._target)
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:  # nobody is there
+                    reset(near)
+                    continue
                 with self._lock:
                     self._open += [near, far]
                 losing = threading.Event()
@@ -52,6 +77,7 @@ class Proxy:
             while data := source.recv(1 << 16):
                 if self.silent:
                     continue
+                self._flows[up].wait()
                 if up and self._counted(len(data)):
                     break
                 if up and self.lose and data.startswith(self.lose[0]):
@@ -84,9 +110,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        with self._lock:
-            for sock in self._open:
-                reset(sock)
+        self.go_on()
+        self.cut()
 
 
 def reset(sock: socket.socket) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from rollout.errors import ConfigError, EngineClosed
 
 log = logging.getLogger(__name__)
-# A host that was suspended has not outlived its lease by it: this clock goes on meanwhile, which
-# ``time.monotonic`` does not on Linux.
 LEAVING = (
     "the service is about to end, and takes no new requests: ask another, or again once it is back"
 )
+# A host that was suspended has not outlived its lease by it: this clock goes on meanwhile, which
+# ``time.monotonic`` does not on Linux.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
