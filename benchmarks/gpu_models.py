@@ -26,6 +26,8 @@ from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import capture
+from rollout.engine.worker.prefill_graphs import PrefillGraphs
+from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.op import Op
 from rollout.models.build import build_model
@@ -168,15 +170,38 @@ class Model:
                 step = lambda: sampler.sample(_there(graphs.run(inputs)), settings)  # noqa: E731
         else:
             step = lambda: sampler.sample(self._forward(inputs), settings)  # noqa: E731
-        times = []
-        for turn in range(13 if CUDA else 1):
-            began = time.perf_counter()
-            step().to_host()()
-            if turn > 2 or not CUDA:
-                times.append(time.perf_counter() - began)
+        seconds = _wall(lambda: step().to_host()())
         if graphs is not None:
             graphs.drop()
-        return statistics.median(times)
+        return seconds
+
+    def first_token(self, tokens: int) -> tuple[float, float]:
+        """Seconds in the wall clock from a prompt on the host to its first token there: by replay
+        of the graph of its size (dry: of its inputs alone), and without a graph.
+        """
+        prompt = self._prompt(tokens, torch.tensor([tokens - 1]))
+        shape = min(one for one in prefill_shapes(tokens, 256) if one.tokens >= tokens)
+        inputs = PrefillInputs(*shape, prompt.block_tables.shape[1], DEVICE)
+        graphs = None
+        if CUDA:
+            pool = torch.cuda.graph_pool_handle()
+            graphs = PrefillGraphs(self._states, [shape], inputs, pool, DEVICE)
+
+        def replayed() -> Tensor:
+            if graphs is not None:
+                return self.model.logits(_there(graphs.run(prompt)))
+            rows = inputs.fill(prompt, shape)
+            return self.model.logits(self._states(inputs.batch(shape))[rows])
+
+        sampler, settings = make_sampler(DEVICE), greedy(1)
+        plain = lambda: self._forward(_on_device(prompt))  # noqa: E731
+        seconds = [
+            _wall(lambda run=run: sampler.sample(run(), settings).to_host()())
+            for run in (replayed, plain)
+        ]
+        if graphs is not None:
+            graphs.drop()
+        return seconds[0], seconds[1]
 
     def prefill(self, tokens: int) -> float:
         batch = _on_device(self._prompt(tokens, torch.tensor([tokens - 1])))
@@ -246,6 +271,9 @@ class Model:
         logits: Tensor = self.model(batch, self.kv.layers)
         return logits
 
+    def _states(self, batch: ForwardBatch) -> Tensor:
+        return self.model.hidden_states(batch, self.kv.layers)
+
     def _decode_batch(self, count: int, context: int) -> ForwardBatch:
         pages = -(-context // BLOCK)
         self.kv.allocate(count * pages)
@@ -298,9 +326,20 @@ def greedy(rows: int) -> SamplingMetadata:
     )
 
 
+def _wall(run: Callable[[], object]) -> float:
+    """Median seconds of 10 calls after 3, in the wall clock; in a dry run, of one."""
+    times = []
+    for turn in range(13 if CUDA else 1):
+        began = time.perf_counter()
+        run()
+        if turn > 2 or not CUDA:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
 def _there(found: T | None) -> T:
     if found is None:
-        raise AssertionError("a decode batch was not replayed")
+        raise AssertionError("a batch was not replayed")
     return found
 
 

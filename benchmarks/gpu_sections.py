@@ -201,7 +201,9 @@ def rival_attentions(report: Any) -> None:
 
 
 def decode(name: str) -> Callable[[Any], None]:
-    """Steps through captured graphs, input transfer and greedy sampling included."""
+    """Steps through captured graphs, input transfer and greedy sampling included, of decodes and of
+    one prompt; and what is not captured.
+    """
 
     def run(report: Any) -> None:
         context = 16 if report.dry else 1024
@@ -216,6 +218,10 @@ def decode(name: str) -> Callable[[Any], None]:
                 report.add(f"{name} decode, batch {batch}, sampler apart", apart * 1e3, "ms/step")
                 rate = 1 / seconds
                 report.add(f"{name} decode, batch {batch}", rate, "steps/s", "memory", 1 / bound)
+            for tokens in (8,) if report.dry else (128, 512):
+                replayed, plain = model.first_token(tokens)
+                label = f"{name} first token of 1 x {tokens}, prefill_replayed"
+                report.add(label, replayed * 1e3, "ms", "without a graph", plain * 1e3)
             tokens = 8 if report.dry else 2048
             seconds = model.prefill(tokens)
             work = model.read_bytes * tokens / seconds  # 2 operations per 2-byte parameter

@@ -286,6 +286,9 @@ class EngineConfig:
     cuda_graph_sizes: tuple[int, ...] = _setting(
         (), "batch size to capture; may be repeated (default: some up to max_num_seqs)"
     )
+    cuda_graph_prefill: int = _setting(
+        512, "tokens up to which steps with prompts are captured as well; 0 for none", least=0
+    )
     async_scheduling: bool | None = _setting(
         None,
         "give the ranks step N+1 while N runs, as long as all that run decode and nobody can be "

@@ -96,6 +96,14 @@ class CausalLM(Model):
     def make_parts(self, build: Build) -> None:
         """What a subclass has beside the decoder and the head."""
 
+    @property
+    def captures_prompts(self) -> bool:  # type: ignore[override]
+        """Not where a state goes on from token to token, an index chooses tokens by how long its
+        tables may be, or sequences are cut at positions that the host reads.
+        """
+        config = self.config
+        return not (config.recurrent_layers or config.indexed_layers or any(self.chunk_of))
+
     @functools.cached_property
     def native_blocks(self) -> NativeBlocks | None:
         """Looked for at the first forward pass, when the blocks are what they will be."""

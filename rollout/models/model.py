@@ -34,6 +34,7 @@ class Model(nn.Module):
 
     table: WeightTable
     gives_hidden_states = False
+    captures_prompts = False  # whether a graph can hold ``hidden_states`` of a step with prompts
     sparse_layers: tuple[bool, ...] = ()  # for each layer whether it has experts that can be told
 
     def __init__(self, build: Build, max_len: int) -> None:

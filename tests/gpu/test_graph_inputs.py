@@ -1,7 +1,8 @@
-"""Captured decoding, as far as it goes without a card: sizes, inputs, padding, addresses."""
+"""Captured steps, as far as it goes without a card: sizes, inputs, padding, addresses."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,15 @@ from rollout import kernels
 from rollout.config import EngineConfig
 from rollout.engine.worker.cuda_graphs import padded_sizes, wants_graphs
 from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
+from rollout.engine.worker.prefill_inputs import (
+    PrefillInputs,
+    PrefillShape,
+    prefill_shapes,
+    prefill_sizes,
+)
 from rollout.errors import ConfigError
 from rollout.kernels.gpu_support import triton_runs
+from rollout.kernels.paged_attention import has_few_queries
 from rollout.models.forward import ForwardBatch
 
 CPU = torch.device("cpu")
@@ -99,6 +107,109 @@ def test_padded_rows_change_no_row_and_no_page() -> None:
     assert results[1][2].isfinite().all()
 
 
+def test_every_step_with_prompts_has_a_shape_that_its_kernel_attends_for() -> None:
+    assert prefill_sizes(512) == (16, 32, 64, 128, 192, 256, 384, 512)
+    assert prefill_shapes(0, 4) == ()
+    for most, seqs in ((512, 256), (512, 3), (100, 8), (5, 4), (16, 1)):
+        shapes = prefill_shapes(most, seqs)
+        assert len(set(shapes)) == len(shapes)
+        for tokens in range(1, most + 1):
+            for count in range(1, min(tokens, seqs) + 1):
+                few = has_few_queries(tokens, count)
+                alike = [shape for shape in shapes if has_few_queries(*shape) == few]
+                size, room = next(shape for shape in alike if shape.tokens >= tokens)
+                assert room >= count
+                assert size - tokens <= max(size / (2 if size <= 128 else 3), 16)
+
+
+def _prompts(lengths: list[int], contexts: list[int], width: int = 3) -> ForwardBatch:
+    """Sequences with that many new tokens, of contexts that long; the blocks are of 4."""
+    count, tables = len(lengths), torch.arange(1, 1 + len(lengths) * width, dtype=torch.int32)
+    tables = tables.view(count, width)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    spans = [torch.arange(c - n, c) for n, c in zip(lengths, contexts, strict=True)]
+    slots = [tables[s, p // 4].long() * 4 + p % 4 for s, p in enumerate(spans)]
+    return ForwardBatch(
+        input_ids=torch.arange(10, 10 + int(starts[-1])),
+        positions=torch.cat(spans),
+        slot_mapping=torch.cat(slots),
+        query_starts=starts.int(),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        logit_rows=starts[1:] - 1,
+    )
+
+
+def test_inputs_of_prompts_stay_where_they_are_and_padding_is_no_sequences() -> None:
+    inputs, shape = PrefillInputs(16, 7, 4, CPU), PrefillShape(16, 7)
+    before = [t.data_ptr() for t in vars_of(inputs.batch(shape))]
+    inputs.fill(_prompts([5, 1, 6], [5, 9, 7]), shape)
+    small = _prompts([4, 2], [4, 12])
+    rows = inputs.fill(small, shape)
+    got = inputs.batch(shape)
+    assert [t.data_ptr() for t in vars_of(got)] == before
+    for name in ("input_ids", "positions", "slot_mapping"):
+        assert torch.equal(getattr(got, name)[:6], getattr(small, name)), name
+    assert torch.equal(rows, small.logit_rows)
+    assert torch.equal(got.block_tables[:2, :3], small.block_tables)
+    assert got.slot_mapping[6:].tolist() == [-1] * 10
+    assert got.query_starts.tolist() == [0, 4, *[6] * 6]
+    assert got.context_lens.tolist() == [4, 12, *[0] * 5]
+    assert got.logit_rows.tolist() == list(range(16))
+    many_rows = replace(small, logit_rows=torch.arange(6).repeat(3))  # drawn, scored and kept
+    assert torch.equal(inputs.fill(many_rows, shape), many_rows.logit_rows)
+    assert inputs.shape_of(small) == (6, False)
+    assert inputs.shape_of(_prompts([2, 1], [5, 9])) == (3, True)
+    assert inputs.shape_of(_prompts([2], [5], width=4)) is not None
+    turned = replace(small, positions=torch.zeros(3, 6, dtype=torch.int64))
+    told = replace(small, adapter_rows=torch.arange(2, dtype=torch.int32))
+    assert PrefillInputs(16, 7, 8, CPU).shape_of(_prompts([17], [17], width=5)) is None
+    for other in (turned, told, _prompts([1] * 8, [2] * 8), _prompts([2], [5], width=5)):
+        assert inputs.shape_of(other) is None
+
+
+def test_prompts_have_slots_and_tables_of_each_group_of_layers() -> None:
+    inputs, shape = PrefillInputs(16, 7, 4, CPU, groups=3), PrefillShape(16, 7)
+    plain = _prompts([4, 2], [4, 12])
+    slots = torch.stack([plain.slot_mapping + 100 * i for i in range(3)])
+    tables = torch.stack([plain.block_tables + 10 * i for i in range(3)])
+    batch = replace(plain, slot_mapping=slots, block_tables=tables)
+    assert inputs.shape_of(plain) is None
+    assert inputs.shape_of(batch) == (6, False)
+    inputs.fill(batch, shape)
+    got = inputs.batch(shape)
+    assert torch.equal(got.slot_mapping[:, :6], slots)
+    assert (got.slot_mapping[:, 6:] == -1).all()
+    assert torch.equal(got.block_tables[:, :2, :3], tables)
+    assert got.query_starts.tolist() == [0, 4, *[6] * 6]
+
+
+@pytest.mark.skipif(not triton_runs() or torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize("lengths", [[5, 1, 6], [3, 1, 1]])
+def test_padded_prompts_change_no_row_and_no_page(lengths: list[int]) -> None:
+    """Store and attend with the padding of a captured step, beside the same without it."""
+    batch = _prompts(lengths, [5, 9, 7])
+    tokens = len(batch.input_ids)
+    few = has_few_queries(tokens, 3)
+    shape = next(s for s in prefill_shapes(16, 5) if has_few_queries(*s) == few)
+    inputs = PrefillInputs(*shape, 4, CPU)
+    inputs.fill(batch, shape)
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(16, heads, 16, generator=rng) for heads in (4, 2, 2))
+    pages = [torch.randn(10, 2, 4, 16, generator=rng) for _ in "kv"]
+    store = kernels.rope_and_cache.implementation("triton")
+    attend = kernels.paged_attention.implementation("triton")
+    results = []
+    for size, step in ((tokens, batch), (16, inputs.batch(shape))):
+        table = torch.ones(size, 16)
+        kv = [page.clone() for page in pages]
+        turned = store(q[:size], k[:size], v[:size], table, table * 0.5, *kv, step.slot_mapping)
+        out = attend(turned, *kv, step.query_starts, step.context_lens, step.block_tables, 16**-0.5)
+        results.append((*kv, out[:tokens]))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0 if a.dim() > 3 else 1e-6)
+
+
 def test_a_cpu_captures_nothing() -> None:
     for value in ("auto", "on", True):
         assert not wants_graphs(EngineConfig(model="m", cuda_graphs=value), CPU, True)
@@ -111,6 +222,8 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         EngineConfig(model="m", cuda_graphs="maybe")
     with pytest.raises(ConfigError, match="cuda_graph_sizes"):
         EngineConfig(model="m", cuda_graph_sizes=(0,))
+    with pytest.raises(ConfigError, match="cuda_graph_prefill must be an integer, 0 or more"):
+        EngineConfig(model="m", cuda_graph_prefill=-1)
 
 
 def vars_of(batch: ForwardBatch) -> list[torch.Tensor]:

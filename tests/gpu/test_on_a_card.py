@@ -10,6 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from card_engines import (
+    GREEDY,
+    PRETENDED,
+    PROMPTS,
+    SPECIAL,
+    card_engine,
+    greedy_tokens,
+    plain_model,
+)
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
@@ -28,21 +37,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 RANKS = 2
-PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "pretended"
-PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 4]]
-LENGTH = 3 if PRETENDED else 5  # tokens, of which the interpreter takes a second for a few
-GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, logprobs=0)
-SPECIAL = SamplingParams(
-    max_tokens=LENGTH,
-    temperature=0.0,
-    ignore_eos=True,
-    min_tokens=LENGTH,
-    logprobs=3,
-    prompt_logprobs=2,
-    repetition_penalty=1.2,
-    presence_penalty=0.3,
-    logit_bias={7: 2.0},
-)
 SENDER = """
 import sys
 from safetensors.torch import load_file
@@ -78,43 +72,13 @@ for wait in map(float, sys.argv[4].split(",")):
 """
 
 
-def _engine(path: Path, **settings: Any) -> Rollout:
-    options = {
-        "skip_tokenizer_init": True,
-        "max_model_len": 128,
-        "kv_cache_bytes": 1 << 24,
-        "max_num_seqs": 4,
-        "cuda_graph_sizes": (4,),
-    }
-    return Rollout(str(path), **{"dtype": "float32", "device": "cuda", **options, **settings})
-
-
-def _model(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
-@pytest.fixture
-def trained(tiny_qwen3: Path) -> Any:
-    model = _model(tiny_qwen3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    return model
-
-
-def _tokens(engine: Rollout) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
-
-
 def test_captured_decoding_gives_what_plain_decoding_gives(tiny_qwen3: Path) -> None:
-    with _engine(tiny_qwen3, cuda_graphs="on") as captured:
-        ours = _tokens(captured)
-    with _engine(tiny_qwen3, cuda_graphs="off") as plain:
-        assert _tokens(plain) == ours
-    with _engine(tiny_qwen3, cuda_graphs="on", executor="multiprocess") as apart:
-        assert _tokens(apart) == ours
+    with card_engine(tiny_qwen3, cuda_graphs="on") as captured:
+        ours = greedy_tokens(captured)
+    with card_engine(tiny_qwen3, cuda_graphs="off") as plain:
+        assert greedy_tokens(plain) == ours
+    with card_engine(tiny_qwen3, cuda_graphs="on", executor="multiprocess") as apart:
+        assert greedy_tokens(apart) == ours
         [alone] = apart.generate(PROMPTS[:1], GREEDY)
         assert alone.outputs[0].token_ids == ours[0]
 
@@ -145,7 +109,7 @@ def _drawn(engine: Rollout) -> list[Any]:
 def drawn_outside(tiny_qwen3: Path) -> list[Any]:
     """By the sampler, in turn, from captured logits."""
     settings = {"cuda_graphs": "forward", "async_scheduling": False, "staging": "none"}
-    with _engine(tiny_qwen3, **settings) as engine, pytest.MonkeyPatch.context() as patch:
+    with card_engine(tiny_qwen3, **settings) as engine, pytest.MonkeyPatch.context() as patch:
         patch.delattr(DrawGraphs, "replay")
         return _drawn(engine)
 
@@ -161,7 +125,7 @@ def test_a_captured_draw_gives_the_samplers_bits(
         return replay(graphs, size, sampling)
 
     monkeypatch.setattr(DrawGraphs, "replay", noted)
-    with _engine(tiny_qwen3, cuda_graphs="on", staging="none") as engine:
+    with card_engine(tiny_qwen3, cuda_graphs="on", staging="none") as engine:
         assert _drawn(engine) == drawn_outside
         assert engine._async.backend.core.loop.steps_ahead > 0
     # The first token of each came with its prompt.
@@ -184,7 +148,7 @@ def test_where_the_draw_cannot_be_captured_the_rest_is(
         return tokens, scores
 
     monkeypatch.setattr(draw_graphs, "sample", waits)
-    with _engine(tiny_qwen3, cuda_graphs="on") as engine:
+    with card_engine(tiny_qwen3, cuda_graphs="on") as engine:
         assert _drawn(engine) == drawn_outside
     told = [line for line in caplog.records if "the sampler is not captured" in line.message]
     assert len(told) == 1  # for both sets
@@ -195,7 +159,7 @@ def test_steps_begun_ahead_in_another_process_draw_the_same(
 ) -> None:
     """As is the default, also while the third prompt waits for a place."""
     settings = {"max_num_seqs": 2, "cuda_graph_sizes": (2,), "staging": "none"}
-    with _engine(tiny_qwen3, executor="multiprocess", **settings) as ahead:
+    with card_engine(tiny_qwen3, executor="multiprocess", **settings) as ahead:
         found = [token_ids for token_ids, _ in _drawn(ahead)]
         loop = ahead._async.backend.core.loop
         assert loop.steps_ahead > 2 + 2  # while it runs alone, and the two of the second call
@@ -204,23 +168,23 @@ def test_steps_begun_ahead_in_another_process_draw_the_same(
 
 def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path, trained: Any) -> None:
     """The tokens after each are those of an engine that never captured anything."""
-    with _engine(tiny_qwen3, cuda_graphs="off") as plain:
-        before = _tokens(plain)
+    with card_engine(tiny_qwen3, cuda_graphs="off") as plain:
+        before = greedy_tokens(plain)
         plain.update_weights(trained)
-        after = _tokens(plain)
-    with _engine(tiny_qwen3, cuda_graphs="on") as engine:
-        assert _tokens(engine) == before
+        after = greedy_tokens(plain)
+    with card_engine(tiny_qwen3, cuda_graphs="on") as engine:
+        assert greedy_tokens(engine) == before
         engine.update_weights(trained)
-        assert _tokens(engine) == after
+        assert greedy_tokens(engine) == after
         engine.rollback()
-        assert _tokens(engine) == before
+        assert greedy_tokens(engine) == before
         engine.sleep(level=1)
         engine.wake_up()
-        assert _tokens(engine) == before
+        assert greedy_tokens(engine) == before
         engine.sleep(level=2)
         engine.wake_up()
         engine.update_weights(trained)
-        assert _tokens(engine) == after
+        assert greedy_tokens(engine) == after
 
 
 def test_a_commit_goes_on_with_the_other_set_of_graphs_and_moves_no_byte(
@@ -238,7 +202,7 @@ def test_a_commit_goes_on_with_the_other_set_of_graphs_and_moves_no_byte(
 
     monkeypatch.setattr(DecodeGraphs, "_replay", noted)
     monkeypatch.setattr(weight_instances, "exchange", no_exchange)
-    with _engine(tiny_qwen3, cuda_graphs="on") as engine:
+    with card_engine(tiny_qwen3, cuda_graphs="on") as engine:
         before = engine.generate(PROMPTS, GREEDY)
         seen = []
         for _ in range(2 if PRETENDED else 3):
@@ -255,12 +219,12 @@ def test_a_commit_goes_on_with_the_other_set_of_graphs_and_moves_no_byte(
             for a, b in zip(first, turn, strict=True):
                 assert a.token_ids == b.token_ids
                 assert a.logprobs == b.logprobs
-        engine.update_weights(_model(tiny_qwen3))
+        engine.update_weights(plain_model(tiny_qwen3))
         engine.rollback()
         assert [out.outputs[0].token_ids for out in engine.generate(PROMPTS, GREEDY)] == [
             a.token_ids for a in first
         ]
-        engine.update_weights(_model(tiny_qwen3))
+        engine.update_weights(plain_model(tiny_qwen3))
         after = [out.outputs[0] for out in engine.generate(PROMPTS, GREEDY)]
         assert [a.logprobs for a in after] == [out.outputs[0].logprobs for out in before]
 
@@ -274,9 +238,9 @@ def _outputs(engine: Rollout) -> list[Any]:
 )
 def test_every_architecture_gives_what_a_cpu_gives(tmp_path: Path, arch: str) -> None:
     write_tiny(tmp_path, arch, num_layers=1, vocab_size=96)
-    with _engine(tmp_path) as card:
+    with card_engine(tmp_path, cuda_graph_prefill=16) as card:
         ours = _outputs(card)
-    with _engine(tmp_path, device="cpu") as host:
+    with card_engine(tmp_path, device="cpu") as host:
         wanted = _outputs(host)
     for a, b in zip(ours, wanted, strict=True):
         x, y = a.outputs[0], b.outputs[0]
@@ -303,22 +267,22 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_updating_gives_the_weights_sent(tiny_qwen3: Path, way: str) -> None:
     settings, options = WAYS[way]
-    first, second = _model(tiny_qwen3), _model(tiny_qwen3)
+    first, second = plain_model(tiny_qwen3), plain_model(tiny_qwen3)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.view(-1)[::7] *= 1.5
     if "on the card" in way:
         first, second = first.cuda(), second.cuda()
-    with _engine(tiny_qwen3, **settings) as engine:
-        before = _tokens(engine)
+    with card_engine(tiny_qwen3, **settings) as engine:
+        before = greedy_tokens(engine)
         engine.update_weights(second, **options)
-        after = _tokens(engine)
+        after = greedy_tokens(engine)
         assert after != before
         receipt = engine.update_weights(first, **options)
         assert (receipt.wire_bytes < receipt.num_bytes) == ("encoding" in options)
-        assert _tokens(engine) == before
+        assert greedy_tokens(engine) == before
         engine.rollback()
-        assert _tokens(engine) == after
+        assert greedy_tokens(engine) == after
         assert not engine.check_weights(second).differing
 
 
@@ -354,24 +318,25 @@ def test_changes_are_found_coded_and_read_on_the_card() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
 def test_two_ranks_give_what_one_gives(tiny_qwen3: Path, trained: Any) -> None:
     """With captured collectives, before and after an update."""
-    with _engine(tiny_qwen3, device="cpu") as one:
-        before = _tokens(one)
+    with card_engine(tiny_qwen3, device="cpu") as one:
+        before = greedy_tokens(one)
         one.update_weights(trained)
-        after = _tokens(one)
-    with _engine(tiny_qwen3, cuda_graphs="on", tensor_parallel_size=RANKS) as two:
-        assert _tokens(two) == before
+        after = greedy_tokens(one)
+    settings = {"cuda_graphs": "on", "cuda_graph_prefill": 16}
+    with card_engine(tiny_qwen3, tensor_parallel_size=RANKS, **settings) as two:
+        assert greedy_tokens(two) == before
         two.update_weights(trained)
-        assert _tokens(two) == after
+        assert greedy_tokens(two) == after
 
 
 def test_sleep_gives_the_device_its_memory_back(tiny_qwen3: Path) -> None:
-    with _engine(tiny_qwen3, kv_cache_bytes=1 << 30) as engine:
-        _tokens(engine)
+    with card_engine(tiny_qwen3, kv_cache_bytes=1 << 30) as engine:
+        greedy_tokens(engine)
         awake = torch.cuda.mem_get_info()[0]
         engine.sleep(level=1)
         assert torch.cuda.mem_get_info()[0] - awake > 0.9 * (1 << 30)
         engine.wake_up()
-        assert _tokens(engine)
+        assert greedy_tokens(engine)
 
 
 def _send(engine: Rollout, path: Path, code: str, *arguments: str, **env: str) -> list[str]:
@@ -391,27 +356,27 @@ def test_another_process_on_the_same_gpu_updates_the_engine(
     tiny_qwen3: Path, transport: str
 ) -> None:
     """Its tensors are read where they lie; the process may have another version of torch."""
-    with _engine(tiny_qwen3) as engine:
-        before = _tokens(engine)
+    with card_engine(tiny_qwen3) as engine:
+        before = greedy_tokens(engine)
         told, took = _send(engine, tiny_qwen3, SENDER, transport)
         assert took == ("ipc" if transport == "auto" else transport)
         packed, in_place, count = told.split("|")
         assert in_place == ("None" if transport == "inline" else f"{count} tensors")
         assert (packed == "None") == (transport != "inline")
         assert engine.weight_version == 1
-        assert _tokens(engine) != before
+        assert greedy_tokens(engine) != before
 
 
 def test_memory_that_cannot_be_mapped_is_packed_and_the_receipt_says_why(tiny_qwen3: Path) -> None:
-    with _engine(tiny_qwen3) as engine:
-        before = _tokens(engine)
+    with card_engine(tiny_qwen3) as engine:
+        before = greedy_tokens(engine)
         allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         told, took = _send(engine, tiny_qwen3, SENDER, "ipc", "made here", **allocator)
         assert took == "ipc"
         packed, in_place, _ = told.split("|")
         assert in_place == "None"
         assert "its memory cannot be mapped" in packed
-        assert _tokens(engine) != before
+        assert greedy_tokens(engine) != before
 
 
 @pytest.mark.timeout(600)
@@ -420,19 +385,19 @@ def test_a_trainer_that_is_killed_while_ranks_read_its_memory_costs_the_update_a
 ) -> None:
     times = (15,) if PRETENDED else range(30)
     waits = ",".join(f"{0.05 * n / 30:.4f}" for n in times)
-    with _engine(tiny_qwen3) as engine:
-        before = _tokens(engine)
+    with card_engine(tiny_qwen3) as engine:
+        before = greedy_tokens(engine)
         _send(engine, tiny_qwen3, f"SENDER = {SENDER!r}{DIE}", "ipc", waits)
         assert engine.weight_version == 0
-        assert _tokens(engine) == before
-        engine.update_weights(_model(tiny_qwen3))  # nobody holds the lease any more
-        assert _tokens(engine) == before
+        assert greedy_tokens(engine) == before
+        engine.update_weights(plain_model(tiny_qwen3))  # nobody holds the lease any more
+        assert greedy_tokens(engine) == before
 
 
 def test_updates_leave_the_devices_memory_as_it_was(tiny_qwen3: Path, trained: Any) -> None:
     """In place and through the host, with what torch keeps given back in between."""
     held = {name: x.detach().cuda() for name, x in trained.state_dict().items()}
-    with _engine(tiny_qwen3) as engine:
+    with card_engine(tiny_qwen3) as engine:
         engine.update_weights(held)
         engine.update_weights(trained)
         torch.cuda.empty_cache()
@@ -450,14 +415,14 @@ def test_an_update_on_the_engines_own_device_reads_the_tensors_where_they_lie(
 ) -> None:
     """Cast on the way; what is not contiguous, or elsewhere, is packed, and the receipt says so."""
     held = {name: x.detach().cuda() for name, x in trained.state_dict().items()}
-    with _engine(tiny_qwen3, dtype=dtype) as engine:
+    with card_engine(tiny_qwen3, dtype=dtype) as engine:
         engine.update_weights(trained)  # from the host
-        wanted = _tokens(engine)
+        wanted = greedy_tokens(engine)
         for _ in range(2):  # the second finds the tables of the first
             receipt = engine.update_weights(held)
             assert receipt.details["read_in_place"] == f"{receipt.num_tensors} tensors"
             assert "packed_because" not in receipt.details
-            assert _tokens(engine) == wanted
+            assert greedy_tokens(engine) == wanted
         odd = {
             name: x.mT.contiguous().mT if name.endswith("q_proj.weight") else x
             for name, x in held.items()
@@ -467,7 +432,7 @@ def test_an_update_on_the_engines_own_device_reads_the_tensors_where_they_lie(
         )
         assert receipt.details["read_in_place"] == f"{receipt.num_tensors - 2} tensors"
         assert receipt.details["packed_because"] == "it is not contiguous"
-        assert _tokens(engine) == wanted
+        assert greedy_tokens(engine) == wanted
         assert not engine.check_weights(trained).differing
 
 
@@ -482,17 +447,17 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tiny_qwen3: Path, tra
         held["model.norm.weight"][3] += 1
         announce(self, channel, header, regions)
 
-    with _engine(tiny_qwen3) as engine, pytest.MonkeyPatch.context() as patch:
-        before = _tokens(engine)
+    with card_engine(tiny_qwen3) as engine, pytest.MonkeyPatch.context() as patch:
+        before = greedy_tokens(engine)
         patch.setattr(InlineSender, "in_place", late)
         with pytest.raises(ChecksumMismatch, match=r"model\.norm\.weight"):
             engine.update_weights(held)
-        assert _tokens(engine) == before
+        assert greedy_tokens(engine) == before
 
 
 def test_deterministic_decoding_does_not_depend_on_the_batch(tiny_qwen3: Path) -> None:
     """Bits, so tokens and all three logprobs of each."""
-    with _engine(tiny_qwen3, deterministic=True) as engine:
+    with card_engine(tiny_qwen3, deterministic=True) as engine:
         together = [output.outputs[0] for output in engine.generate(PROMPTS, GREEDY)]
         alone = [engine.generate([p], GREEDY)[0].outputs[0] for p in PROMPTS]
     for one, among in zip(alone, together, strict=True):

@@ -36,12 +36,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.more
 @pytest.mark.timeout(900)
-def test_what_is_to_run_on_a_card_runs_on_a_pretended_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["test_on_a_card.py", "test_prompts_on_a_card.py"])
+def test_what_is_to_run_on_a_card_runs_on_a_pretended_one(tmp_path: Path, file: str) -> None:
     done = _run(
         *("-m", "pytest", "-q"),
         *("-W", "ignore::RuntimeWarning"),  # numpy's, of padding rows
         *("-W", "ignore::DeprecationWarning"),  # Triton 3.6's use of numpy
-        *("-p", "no:cacheprovider", str(HERE / "test_on_a_card.py")),
+        *("-p", "no:cacheprovider", str(HERE / file)),
         # What engine[auto] takes, and without the cast that lie[bfloat16] has.
         *("-k", "not engine[ipc] and not lie[float32]"),
         tmp_path=tmp_path,

@@ -58,12 +58,14 @@ def check_graphs(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def graph_bytes(sizes: Sequence[int], vocab: int, sets: int) -> int:
-    """What to set aside for ``sets`` sets of graphs: logits, taken as float32, and beside them what
-    was measured on an H100 (a second set of 16 took 770 MB over 1.1 B parameters, 114 of it
-    logits, and 524 over 8 B, 457 of it logits).
+def graph_bytes(sizes: Sequence[int], states: Sequence[int], vocab: int, sets: int) -> int:
+    """What to set aside for ``sets`` sets of graphs: logits of each of ``sizes``, taken as float32,
+    and beside them what was measured on an H100 (a second set of 16 took 770 MB over 1.1 B
+    parameters, 114 of it logits, and 524 over 8 B, 457 of it logits). ``states``: the bytes that
+    each graph of a step with prompts gives; beside them such a graph is taken for one of those 16.
     """
-    return sets * (sum(sizes) * vocab * 4 + (656 << 20))
+    decode = sum(sizes) * vocab * 4 + (656 << 20)
+    return sets * (decode + sum(states) + len(states) * (41 << 20))
 
 
 class DecodeGraphs:
@@ -88,13 +90,13 @@ class DecodeGraphs:
         self.inputs: DecodeInputs = (
             beside.inputs if beside else DecodeInputs(max(sizes), max_blocks, device)
         )
-        self._pool: Any = beside._pool if beside else torch.cuda.graph_pool_handle()
+        self.pool: Any = beside.pool if beside else torch.cuda.graph_pool_handle()
         self._captured: dict[int, tuple[Any, Tensor]] = {}  # by size: a graph, and its logits
         with torch.cuda.device(device):
             # The largest first: the smaller ones find room in the memory that it took.
             for size in sorted(set(sizes), reverse=True):
                 run = partial(forward, self.inputs.batch(size))
-                self._captured[size] = capture(run, self._pool)
+                self._captured[size] = capture(run, self.pool)
             self.draws = self._capture_draws() if draws else None
         self.sizes = tuple(sorted(self._captured))
 
@@ -133,7 +135,7 @@ class DecodeGraphs:
     def _capture_draws(self) -> DrawGraphs | None:
         logits = {size: found for size, (_, found) in self._captured.items()}
         try:
-            return DrawGraphs(logits, self.inputs, self._pool)
+            return DrawGraphs(logits, self.inputs, self.pool)
         except Exception:  # it is as right outside of a graph, and only slower
             log.warning("the sampler is not captured with the decode steps", exc_info=True)
             return None

@@ -23,12 +23,7 @@ from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.state_cache import StateCache, StateShape
-from rollout.engine.worker.cuda_graphs import (
-    DecodeGraphs,
-    graph_bytes,
-    padded_sizes,
-    wants_graphs,
-)
+from rollout.engine.worker.graph_sets import GraphSets
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.load_trace import traced
 from rollout.engine.worker.weight_instances import ModelInstances
@@ -89,30 +84,24 @@ class ModelRunner:
         self.gives_hidden_states = live.gives_hidden_states
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
-        # Neither states nor experts of codes, whose numbers the host reads, fit into a graph.
-        counts = self.model_config.moe is not None and config.quantization != "none"
-        own = isinstance(live.policy, CausalLM) and not self.model_config.recurrent_layers
-        own = own and not counts
-        decodes = not self.model_config.labels
-        self._captures = decodes and wants_graphs(config, self.device, own)
-        self._graphs: dict[Model, DecodeGraphs] = {}  # by instance
+        self.sampler = make_sampler(self.device, config.deterministic)
+        fused = tp.rank == 0 and isinstance(self.sampler, FusedSampler)
+        draws = fused and config.cuda_graphs != "forward"
+        self._graphs = GraphSets(config, live, self.device, draws)
         self.instances = ModelInstances(
             live,
             self._build,
             shadow,
             config.undo,
-            pinned=self._captures,
+            pinned=self._graphs.wanted,
             may_flip=lambda shadow: shadow in self._graphs,
-            forget=self._forget_graphs,
+            forget=self._graphs.forget,
         )
         self.sparse_layers = live.sparse_layers
         kept = 0 if tp.rank else sum(self.sparse_layers)
         shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype, kept)
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         self.kv = KVCache(shape, self.device, self.states)
-        self.sampler = make_sampler(self.device, self.config.deterministic)
-        fused = tp.rank == 0 and isinstance(self.sampler, FusedSampler)
-        self._captures_draws = fused and config.cuda_graphs != "forward"
         self._images = EncodedImages()
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
@@ -123,7 +112,7 @@ class ModelRunner:
             "weight_bytes": self.weight_bytes,
             "pending_bytes": self.table.pending * self.dtype.itemsize,
             "kv_block_bytes": self.kv.shape.block_bytes,
-            "graph_bytes": self._graph_bytes(),
+            "graph_bytes": self._graphs.nbytes(),
             "adapter_bytes": 0 if self.adapters is None else self.adapters.nbytes,
             "state_slot_bytes": self.states.shape.slot_bytes,
             "free_bytes": available_bytes(self.device),
@@ -182,19 +171,16 @@ class ModelRunner:
         logits, whose hidden states are wanted.
         """
         count, policy, first = sampling.num_rows, model.policy, self.tp.rank == 0
-        if first and sums is None and (graphs := self._graphs_for(batch, model)) is not None:
-            drawn = graphs.draw(batch, sampling)
+        self.capture()  # again, after a sleep
+        if first and sums is None:
+            drawn = self._graphs.draw(model, batch, sampling)
             if drawn is not None:
                 return drawn
-        if isinstance(policy, CausalLM) and count > (step := self._logits_at_once):
-            states = policy.hidden_states(self._to_device(batch), self.kv.layers)
-            parts = []
-            for start in range(0, count, step):
-                stop = min(start + step, count)
-                logits = policy.logits(states[start:stop], start)
-                if first:
-                    parts.append(self.sampler.sample(logits, sampling.rows(start, stop)))
-            output = SamplerOutput.cat(parts) if first else None
+        states = self._graphs.hidden_states(model, batch)
+        if isinstance(policy, CausalLM) and (states is not None or count > self._logits_at_once):
+            if states is None:
+                states = policy.hidden_states(self._to_device(batch), self.kv.layers)
+            output = self._sampled(policy, states, sampling)
         else:
             if sums is None:
                 logits = self.forward(batch, model)
@@ -204,7 +190,21 @@ class ModelRunner:
             output = self.sampler.sample(logits, sampling) if first else None
         if output is None or sums is None:
             return output
+        assert states is not None
         return replace(output, hidden=_summed(states[count:], sums))
+
+    def _sampled(
+        self, policy: CausalLM, states: Tensor, sampling: SamplingMetadata
+    ) -> SamplerOutput | None:
+        """As ``_output``, of the rows of ``states`` that want logits, some at once."""
+        count, step = sampling.num_rows, self._logits_at_once
+        parts = []
+        for start in range(0, max(count, 1), step):
+            stop = min(start + step, count)
+            logits = policy.logits(states[start:stop], start)
+            if self.tp.rank == 0:
+                parts.append(self.sampler.sample(logits, sampling.rows(start, stop)))
+        return SamplerOutput.cat(parts) if parts else None
 
     @property
     def _logits_at_once(self) -> int:
@@ -228,74 +228,22 @@ class ModelRunner:
         """Logits of an instance for ``batch`` (CPU), on this rank's device; valid until the next
         call, as a captured graph may have made them. Collective over the ranks.
         """
-        graphs = self._graphs_for(batch, model)
-        found = None if graphs is None else graphs.run(batch)
+        self.capture()
+        found = self._graphs.logits(model, batch)
         if found is not None:
             return found
         logits: Tensor = model(self._to_device(batch), self.kv.layers)
         return logits
 
-    def _graphs_for(self, batch: ForwardBatch, model: Model) -> DecodeGraphs | None:
-        if not self._captures or batch.visual is not None:
-            return None
-        self.capture()  # again, after a sleep
-        return self._graphs.get(model)
-
     def capture(self) -> None:
-        """Capture decode steps over both instances, or the live one alone where the shadow lies
-        elsewhere, where that is wanted; weights and KV pages have to be there. In lockstep.
+        """Capture steps over the instances, where that is wanted and has not been done; weights and
+        KV pages have to be there. In lockstep.
         """
-        if not self._captures or self.instances.live in self._graphs:
-            return
-        live, shadow = self.instances.live, None
-        if self._flips:
-            shadow = self.instances.prepare_shadow()
-        for model in (live, shadow):
-            if model is not None and model not in self._graphs:
-                self._graphs[model] = self._capture_over(model)
-
-    def _capture_over(self, model: Model) -> DecodeGraphs:
-        config, pages, experts = self.config, self.kv.layers, self.kv.experts
-        longest = min(model.max_len, self.kv.num_blocks * config.block_size)
-        with torch.inference_mode():
-            graphs = DecodeGraphs(
-                lambda batch: model(replace(batch, expert_pages=experts), pages),
-                self._graph_sizes,
-                -(-longest // config.block_size),
-                self.device,
-                next(iter(self._graphs.values()), None),
-                draws=self._captures_draws,
-            )
-        self._captures_draws = graphs.draws is not None  # else it would fail again
-        return graphs
-
-    @property
-    def _flips(self) -> bool:
-        return self.config.staging in ("auto", "device")
-
-    @property
-    def _graph_sizes(self) -> list[int]:
-        most = self.config.max_num_seqs
-        sizes = self.config.cuda_graph_sizes or padded_sizes(most)
-        return [size for size in sizes if size <= most] or [most]
-
-    def _graph_bytes(self) -> int:
-        if not self._captures:
-            return 0
-        vocab = self.model_config.vocab_size
-        return graph_bytes(self._graph_sizes, vocab, 2 if self._flips else 1)
-
-    def _forget_graphs(self, model: Model) -> None:
-        """An instance is given up; a step that replays its graphs may still run."""
-        graphs = self._graphs.pop(model, None)
-        if graphs is not None:
-            torch.cuda.synchronize(self.device)
-            graphs.drop()
+        self._graphs.capture(self.instances, self.kv)
 
     def sleep(self, level: int) -> None:
         """Give up the KV pages and the shadow; at level 2 the weights as well."""
-        for model in list(self._graphs):
-            self._forget_graphs(model)
+        self._graphs.forget_all()
         self.kv.free()
         self._images.clear()
         self.instances.drop_shadow()

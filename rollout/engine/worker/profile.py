@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
+from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.kernels.op import watch_ops
 from rollout.models.causal_lm import CausalLM
 
@@ -119,6 +120,7 @@ class RankProfile:
         spans.time(runner, "forward")
         spans.time(runner.sampler, "sample")
         spans.time(DecodeGraphs, "draw", "forward")  # one replay behind the other
+        spans.time(PrefillGraphs, "run", "forward")
         if runner.tp.size > 1:
             spans.time(type(runner.tp), "all_reduce")
             spans.time(type(runner.tp), "all_gather")

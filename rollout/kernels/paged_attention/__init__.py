@@ -86,6 +86,14 @@ def batch_invariant_attention(
     )
 
 
+def has_few_queries(tokens: int, sequences: int) -> bool:
+    """Whether so many rows of so many sequences are attended to as decodes are: each by itself, its
+    keys split. Shapes alone decide, so that a captured graph stays valid for all that it is
+    filled with.
+    """
+    return tokens <= 2 * sequences
+
+
 def _attend(
     q: Tensor,
     k: Tensor,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollout.kernels.gpu_launch import FLOATS, launch, multiply, narrow, power_of_2
 from rollout.kernels.gpu_support import multiprocessors
+from rollout.kernels.paged_attention import has_few_queries
 from rollout.kernels.paged_attention import paged_attention as op
 
 _MAX_SPLITS = 32
@@ -56,7 +57,7 @@ def paged_attention(
         return op.reference(*arguments, scale, window, softcap, sinks)
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
-    group, decodes = heads // kv_heads, tokens <= 2 * len(context_lens)
+    group, decodes = heads // kv_heads, has_few_queries(tokens, len(context_lens))
     if dim > _WIDE and group > _WIDE_GROUP:
         parts = []
         for first in range(0, heads, _WIDE_GROUP):

@@ -1,0 +1,158 @@
+"""What is captured of each instance of the model: its decode steps, and steps with prompts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.engine.kv_cache import KVCache
+from rollout.engine.sampling.metadata import SamplingMetadata
+from rollout.engine.sampling.output import SamplerOutput
+from rollout.engine.worker.cuda_graphs import (
+    DecodeGraphs,
+    graph_bytes,
+    padded_sizes,
+    wants_graphs,
+)
+from rollout.engine.worker.prefill_graphs import PrefillGraphs
+from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
+from rollout.engine.worker.weight_instances import ModelInstances
+from rollout.models.causal_lm import CausalLM
+from rollout.models.forward import ForwardBatch
+from rollout.models.model import Model
+
+log = logging.getLogger(__name__)
+
+
+class GraphSets:
+    """A set over each of the two instances, or over the live one alone where the shadow lies
+    elsewhere; ``model`` is one of them. They share inputs and memory. Who frees what they hold
+    addresses of forgets them, and captures anew. ``draws``: the sampler, too.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: Model, device: torch.device, draws: bool
+    ) -> None:
+        self._config, self._device, self._draws = config, device, draws
+        own, arch = model.policy, model.config
+        # Neither states nor experts of codes, whose numbers the host reads, fit into a graph.
+        counts = arch.moe is not None and config.quantization != "none"
+        fits = isinstance(own, CausalLM) and not arch.recurrent_layers and not counts
+        #: whether any step is captured
+        self.wanted = not arch.labels and wants_graphs(config, device, fits)
+        self.flips = config.staging in ("auto", "device")
+        most = min(config.cuda_graph_prefill, config.max_num_batched_tokens)
+        prompts = self.wanted and fits and own.captures_prompts
+        self._shapes = prefill_shapes(most, config.max_num_seqs) if prompts else ()
+        self._hidden = arch.hidden_size * own.build.dtype.itemsize
+        self._vocab, self._ranks = arch.vocab_size, model.tp.size
+        self._decode: dict[Model, DecodeGraphs] = {}
+        self._prefill: dict[Model, PrefillGraphs] = {}
+
+    def __contains__(self, model: Model) -> bool:
+        return model in self._decode
+
+    def nbytes(self) -> int:
+        """What to set aside for them."""
+        if not self.wanted:
+            return 0
+        states = [shape.tokens * self._hidden for shape in self._shapes]
+        return graph_bytes(self._sizes, states, self._vocab, 2 if self.flips else 1)
+
+    def capture(self, instances: ModelInstances, kv: KVCache) -> None:
+        """Where that is wanted; weights and KV pages have to be there. In lockstep."""
+        if not self.wanted or instances.live in self:
+            return
+        shadow = instances.prepare_shadow() if self.flips else None
+        with torch.inference_mode():
+            for model in (instances.live, shadow):
+                if model is not None and model not in self:
+                    self._capture_over(model, kv)
+
+    def draw(
+        self, model: Model, batch: ForwardBatch, sampling: SamplingMetadata
+    ) -> SamplerOutput | None:
+        """See ``DecodeGraphs.draw``."""
+        graphs = self._decode.get(model)
+        return None if graphs is None else graphs.draw(batch, sampling)
+
+    def logits(self, model: Model, batch: ForwardBatch) -> Tensor | None:
+        """See ``DecodeGraphs.run``."""
+        graphs = self._decode.get(model)
+        return None if graphs is None else graphs.run(batch)
+
+    def hidden_states(self, model: Model, batch: ForwardBatch) -> Tensor | None:
+        """Of a batch (CPU) in which some sequence has more than one token, as those of
+        ``CausalLM``; None: run it without.
+        """
+        graphs, own = self._prefill.get(model), model.policy
+        if graphs is None or len(batch.input_ids) == len(batch.context_lens):
+            return None
+        states = graphs.run(batch)
+        if states is not None and isinstance(own, CausalLM) and own.adapters is not None:
+            own.adapters.begin_step(own, batch)  # the head, which is not captured, asks for it
+        return states
+
+    def forget(self, model: Model) -> None:
+        """An instance is given up; a step that replays its graphs may still run."""
+        found = self._decode.pop(model, None), self._prefill.pop(model, None)
+        for graphs in found:
+            if graphs is not None:
+                torch.cuda.synchronize(self._device)
+                graphs.drop()
+
+    def forget_all(self) -> None:
+        for model in list(self._decode):
+            self.forget(model)
+
+    @property
+    def _sizes(self) -> list[int]:
+        most = self._config.max_num_seqs
+        sizes = self._config.cuda_graph_sizes or padded_sizes(most)
+        return [size for size in sizes if size <= most] or [most]
+
+    def _capture_over(self, model: Model, kv: KVCache) -> None:
+        pages, experts, block = kv.layers, kv.experts, self._config.block_size
+        max_blocks = -(-min(model.max_len, kv.num_blocks * block) // block)
+        graphs = DecodeGraphs(
+            lambda batch: model(replace(batch, expert_pages=experts), pages),
+            self._sizes,
+            max_blocks,
+            self._device,
+            next(iter(self._decode.values()), None),
+            draws=self._draws,
+        )
+        self._draws = graphs.draws is not None  # else it would fail again
+        self._decode[model] = graphs
+        if self._shapes:
+            self._capture_prompts(model, kv, max_blocks, graphs.pool)
+
+    def _capture_prompts(self, model: Model, kv: KVCache, max_blocks: int, pool: object) -> None:
+        pages, experts, own = kv.layers, kv.experts, model.policy
+        assert isinstance(own, CausalLM)
+        beside = next(iter(self._prefill.values()), None)
+        if beside is None:
+            tokens, sequences = (max(of) for of in zip(*self._shapes, strict=True))
+            inputs = PrefillInputs(tokens, sequences, max_blocks, self._device)
+        else:
+            inputs = beside.inputs
+        try:
+            self._prefill[model] = PrefillGraphs(
+                lambda batch: own.hidden_states(replace(batch, expert_pages=experts), pages),
+                self._shapes,
+                inputs,
+                pool,
+                self._device,
+            )
+        except Exception:  # such steps are as right outside of a graph, and only slower
+            if self._ranks > 1:
+                raise  # the others replay theirs, whose collectives are of other shapes
+            log.warning(
+                "steps with prompts are not captured; cuda_graph_prefill=0 does not try",
+                exc_info=True,
+            )
+            self._shapes = ()

@@ -1,0 +1,48 @@
+"""Engines on a card, or a pretended one, and what they are asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout import Rollout, SamplingParams
+
+PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "pretended"
+PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 4]]
+LENGTH = 3 if PRETENDED else 5  # tokens, of which the interpreter takes a second for a few
+GREEDY = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, logprobs=0)
+SPECIAL = SamplingParams(
+    max_tokens=LENGTH,
+    temperature=0.0,
+    ignore_eos=True,
+    min_tokens=LENGTH,
+    logprobs=3,
+    prompt_logprobs=2,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    logit_bias={7: 2.0},
+)
+
+
+def card_engine(path: Path, **settings: Any) -> Rollout:
+    options = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 128,
+        "kv_cache_bytes": 1 << 24,
+        "max_num_seqs": 4,
+        "cuda_graph_sizes": (4,),
+        "cuda_graph_prefill": 0 if PRETENDED else 512,
+    }
+    return Rollout(str(path), **{"dtype": "float32", "device": "cuda", **options, **settings})
+
+
+def plain_model(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def greedy_tokens(engine: Rollout) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]

@@ -1,0 +1,106 @@
+"""Captured steps with prompts, on a card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from card_engines import GREEDY, PROMPTS, SPECIAL, card_engine, greedy_tokens
+
+from rollout import Rollout
+from rollout.engine.worker.prefill_graphs import PrefillGraphs
+from rollout.models.causal_lm import CausalLM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+CAPTURED = {"cuda_graph_prefill": 16, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+LONG = [[(7 * i) % 90 for i in range(37)]]
+
+
+def _with_prompts(engine: Rollout) -> list[Any]:
+    """Prompts beside decodes, in chunks, behind a prefix that is found, and scored."""
+    apart = [replace(GREEDY, max_tokens=count) for count in (2, 4, 2)]  # the third comes between
+    calls = (PROMPTS, apart), (LONG, GREEDY), (LONG, GREEDY), (PROMPTS, SPECIAL)
+    return [out for prompts, params in calls for out in engine.generate(prompts, params)]
+
+
+def _logprobs(output: Any) -> list[Any]:
+    """Of the tokens, and of the prompt's where it is scored."""
+    scored = (output.prompt_logprobs or [None])[1:]
+    return [list(output.outputs[0].logprobs.raw), *scored]
+
+
+def _assert_alike(ours: list[Any], theirs: list[Any], within: float) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        x, y = a.outputs[0], b.outputs[0]
+        assert x.token_ids == y.token_ids
+        assert a.num_cached_tokens == b.num_cached_tokens
+        for one, other in zip(_logprobs(a), _logprobs(b), strict=True):
+            assert one == pytest.approx(other, rel=within, abs=within)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "updates"), [("float32", 1e-4, 1), ("bfloat16", 2e-2, 0)]
+)
+def test_captured_prompts_give_what_plain_ones_give(
+    tiny_qwen3: Path,
+    trained: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    within: float,
+    updates: int,
+) -> None:
+    """Before an update, and with the other set of graphs after it."""
+    replayed, run = [], PrefillGraphs.run
+
+    def noted(graphs: PrefillGraphs, batch: Any) -> Any:
+        found = run(graphs, batch)
+        replayed.append((id(graphs), found is not None, len(batch.input_ids)))
+        return found
+
+    monkeypatch.setattr(PrefillGraphs, "run", noted)
+    settings = {**CAPTURED, "dtype": dtype}
+    with card_engine(tiny_qwen3, **settings, cuda_graphs="off") as plain:
+        wanted = [_with_prompts(plain)]
+        for _ in range(updates):
+            plain.update_weights(trained)
+            wanted.append(_with_prompts(plain))
+        assert not replayed
+    used: list[int] = []
+    with card_engine(tiny_qwen3, **settings) as engine:
+        for turn in wanted:
+            if used:
+                engine.update_weights(trained)
+            _assert_alike(_with_prompts(engine), turn, within)
+            assert all(found for _, found, _ in replayed)
+            assert {16, 37 - 32} <= {tokens for *_, tokens in replayed}  # chunks, a last one
+            used += {graphs for graphs, *_ in replayed}
+            replayed.clear()
+    assert len(set(used)) == len(used) == 1 + updates  # one set at a time, and not the same
+
+
+def test_where_prompts_cannot_be_captured_decodes_are(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def waits(model: Any, batch: Any, kv: Any) -> Any:
+        states = hidden_states(model, batch, kv)
+        if len(batch.input_ids) > len(batch.context_lens):
+            states.sum().item()
+        return states
+
+    hidden_states = CausalLM.hidden_states
+    monkeypatch.setattr(CausalLM, "hidden_states", waits)
+    with card_engine(tiny_qwen3, **CAPTURED) as engine:
+        found = greedy_tokens(engine)
+    monkeypatch.undo()
+    with card_engine(tiny_qwen3, cuda_graphs="off") as plain:
+        assert greedy_tokens(plain) == found
+    told = [
+        line for line in caplog.records if "steps with prompts are not captured" in line.message
+    ]
+    assert len(told) == 1  # for both sets
