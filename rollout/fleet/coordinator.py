@@ -148,6 +148,7 @@ class Coordinator:
             member.standing = None  # so that it is told nothing: the other one's lease is the same
             why = f"it is the same engine as member {twin}: remove one of the two"
             return self._fence(member, why, now)
+        self.members.stood(name, standing.epoch)
         if known is not None and known.epoch != standing.epoch:
             lost = self._fence(member, "it has restarted", now)
             member.status, member.why = Status.FENCED, "it has restarted"  # also where it had left

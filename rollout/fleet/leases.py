@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rollout.fleet.actions import Ask
 from rollout.fleet.member import Member
 from rollout.weight_sync.protocol.membership import Grant
@@ -32,16 +30,15 @@ class Leases:
         """
         member.asked = now
         self.serial += 1
-        standing = member.standing
-        grant = Grant(fence=self._fence, serial=self.serial, epoch=None)
-        if standing is None:
-            return Ask(member.name, grant)
-        returns = None if self.begun else standing.clock + self.seconds
-        grant = replace(grant, returns=returns)
-        if not member.has_lease:
-            return Ask(member.name, replace(grant, epoch=standing.epoch, until=0.0))
-        if in_doubt:
-            return Ask(member.name, replace(grant, returns=None))
-        member.serves_until = max(member.serves_until, member.heard + self.counted)
-        until, member.granted = standing.clock + self.seconds, self.serial
-        return Ask(member.name, replace(grant, epoch=standing.epoch, until=until))
+        fence, serial, standing = self._fence, self.serial, member.standing
+        if standing is None or (member.has_lease and in_doubt):
+            return Ask(member.name, Grant(fence=fence, serial=serial, epoch=None))
+        until = 0.0
+        if member.has_lease:
+            member.serves_until = max(member.serves_until, member.heard + self.counted)
+            until, member.granted = standing.clock + self.seconds, serial
+        grant = Grant(
+            fence=fence, serial=serial, epoch=standing.epoch, until=until,
+            returns=None if self.begun else standing.clock + self.seconds,
+        )  # fmt: skip
+        return Ask(member.name, grant)

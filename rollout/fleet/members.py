@@ -8,6 +8,10 @@ from rollout.fleet.member import Member, Status
 class Members(dict[str, Member]):
     """By name."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._named: dict[int, str] = {}  # who stood last in a life of an engine
+
     @property
     def serving(self) -> list[str]:
         return [m.name for m in self.values() if m.status is Status.SERVING]
@@ -41,5 +45,10 @@ class Members(dict[str, Member]):
 
     def twin(self, name: str, epoch: int) -> str:
         """The member that is this engine already, under another name; "" where none is."""
-        others = (m for m in self.values() if m.name != name and m.standing is not None)
-        return next((m.name for m in others if m.standing and m.standing.epoch == epoch), "")
+        other = self.get(self._named.get(epoch, name))
+        standing = None if other is None or other.name == name else other.standing
+        return self._named[epoch] if standing is not None and standing.epoch == epoch else ""
+
+    def stood(self, name: str, epoch: int) -> None:
+        """A member is this engine, and no other is."""
+        self._named[epoch] = name

@@ -16,9 +16,10 @@ SLOW = 40.0  # how many times as long a slow disk takes
 class SimulatedFleet(Protocol):
     """What they befall: the ``Simulation``, as far as faults go."""
 
-    now: float
     life: int  # of the coordinator that has the record
 
+    @property
+    def now(self) -> float: ...
     @property
     def engines(self) -> Mapping[str, SimulatedMember]: ...
     @property

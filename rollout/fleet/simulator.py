@@ -16,7 +16,7 @@ disk is slow or full (``simulated_faults``). Updates and rollbacks. What is chec
 from __future__ import annotations
 
 import argparse
-import heapq
+import gc
 import itertools
 import random
 import sys
@@ -34,6 +34,7 @@ from rollout.fleet.leases import DRIFT
 from rollout.fleet.member import Status
 from rollout.fleet.simulated_faults import Faults
 from rollout.fleet.simulated_member import SimulatedMember, Staged
+from rollout.fleet.simulated_time import Timeline
 from rollout.fleet.update import Phase
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Standing
@@ -42,6 +43,10 @@ LEASE = 2.0
 TICK = LEASE / 8
 ROLLBACKS = 0.1  # the share of updates that only go back
 CALM = 60.0  # seconds without faults at the end
+
+Event = Callable[[Coordinator], list[Action]]
+Serve = Callable[[SimulatedMember], object]
+Reply = Callable[[object], Event]  # to an answer, or to an error
 
 
 class Simulation:
@@ -59,10 +64,9 @@ class Simulation:
         self.rng = random.Random(seed)
         self.weather, self.quorum = weather or Weather(), quorum
         self.fault_rate = fault_rate
-        self.now = 0.0
         self.found = Findings()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+        self._time = Timeline()
+        self.later = self._time.later
         self._epochs = itertools.count(1)
         self.engines = {f"m{n}": self._engine(f"m{n}") for n in range(members)}
         self.durable = Promise(fence=0, epoch=1, version=0, digest=0)
@@ -78,29 +82,32 @@ class Simulation:
         self.faults = Faults(self)
         self.begin_life()
 
+    @property
+    def now(self) -> float:
+        return self._time.now
+
     # ---- a course ----
 
     def run(self, updates: int, faults: int, limit: float = float("inf")) -> Findings:
-        """So many updates, one after the other, while faults happen; then calm. ``limit``: seconds
-        of this machine's time after which no more begin.
+        """So many updates, one after the other, while faults happen; then calm. ``limit``: CPU
+        seconds of this process after which no more begin.
         """
-        deadline = time.monotonic() + limit
+        deadline = time.process_time() + limit
         if faults:
             self.later(self.rng.expovariate(self.fault_rate or 1.0), self._fault, faults)
         self.later(LEASE, self._updates, updates)
         self.later(0.01, self._read)
-        while self._events and (self.found.commits + self.found.aborts) < updates:
-            self._step()
-            if time.monotonic() > deadline:
+        while (self.found.commits + self.found.aborts) < updates and self._time.step():
+            if time.process_time() > deadline:
                 break
         self.rest()
         return self.found
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
-        while self._events and self._events[0][0] <= end:
-            self._step()
-        self.now = end
+        while self._time.step(end):
+            pass
+        self._time.now = end
 
     def rest(self) -> None:
         """No more faults: at the end all members serve what was promised, or ``Violation``."""
@@ -110,14 +117,6 @@ class Simulation:
         self.pass_time(CALM)
         self._check_end()
         self.found.seconds = self.now
-
-    def _step(self) -> None:
-        self.now, _, event = heapq.heappop(self._events)
-        event()
-
-    def later(self, delay: float, fn: Callable[..., None], *args: object) -> None:
-        event = lambda: fn(*args)  # noqa: E731
-        heapq.heappush(self._events, (self.now + delay, next(self._order), event))
 
     # ---- coordinators ----
 
@@ -151,9 +150,9 @@ class Simulation:
                 self._do(state.tick(self.now), life)
             self.later(stopped or TICK, self._tick, life)
 
-    def _feed(self, life: int, event: Callable[[Coordinator], list[Action]]) -> None:
+    def feed(self, life: int, event: Event) -> None:
         if stopped := self.faults.stopped(life):
-            self.later(stopped, self._feed, life, event)
+            self.later(stopped, self.feed, life, event)
             return
         if (state := self.coordinators.get(life)) is not None:
             self._do(event(state), life)
@@ -175,7 +174,7 @@ class Simulation:
             elif isinstance(action, Fill):
                 self._fill(action, life)
             elif isinstance(action, Write):
-                delay = self._some(self.weather.disk) * self.faults.slowness
+                delay = self.some(self.weather.disk) * self.faults.slowness
                 self.later(delay, self._written, action, life, self.now)
             elif life == self.life and self._outcome is not None:
                 outcome, self._outcome = self._outcome, None
@@ -183,10 +182,10 @@ class Simulation:
 
     def _written(self, action: Write, life: int, asked: float) -> None:
         if life != self.life:  # the file is another's
-            self._feed(life, lambda c: c.unwritten("another has the record", self.now))
+            self.feed(life, lambda c: c.unwritten("another has the record", self.now))
             return
         if self.faults.disk_is_full:
-            self._feed(life, lambda c: c.unwritten("the disk is full", self.now))
+            self.feed(life, lambda c: c.unwritten("the disk is full", self.now))
             return
         old, self.durable = self.durable, action.promise
         for digest, adapters in (
@@ -204,7 +203,7 @@ class Simulation:
         if digest and self.contents.setdefault(key, digest) != digest:
             raise Violation(f"version {key} has two contents")
         self.promised.add(action.promise.update_id)
-        self._feed(life, lambda c: c.written(action.promise, self.now))
+        self.feed(life, lambda c: c.written(action.promise, self.now))
 
     def _check_lost(self, old: Promise, asked: float) -> None:
         """A new epoch gives up what was promised: then nobody may hold it any more, but who was
@@ -218,46 +217,25 @@ class Simulation:
 
     # ---- messages ----
 
-    def _some(self, mean: float) -> float:
+    def some(self, mean: float) -> float:
         return self.rng.expovariate(1 / mean)
 
     def _call(
         self,
         name: str,
         life: int,
-        serve: Callable[[SimulatedMember], object],
-        reply: Callable[[object], Callable[[Coordinator], list[Action]]],
+        serve: Serve,
+        reply: Reply,
         work: float = 0.0,
     ) -> None:
         """One call of a member: ``reply`` makes an event of its answer, or of an error."""
-        engine, answered = self.engines[name], [False]
-
-        def arrive() -> None:
-            if not engine.up or engine.cut:
-                return
-            try:
-                result: object = serve(engine)
-            except RolloutError as error:
-                result = error
-            if self.rng.random() >= self.weather.loss and not engine.mute:
-                self.later(self._some(self.weather.delay), answer, result)
-
-        def answer(result: object) -> None:
-            if not answered[0] and not engine.cut:
-                answered[0], engine.heard = True, self.now
-                self._feed(life, reply(result))
-
-        def expire() -> None:
-            if not answered[0]:
-                answered[0] = True
-                self._feed(life, reply(TimeoutError("no answer")))
-
+        call = _Call(self, self.engines[name], life, serve, reply)
         if self.rng.random() >= self.weather.loss:
-            self.later(self._some(self.weather.delay) + work, arrive)
-        self.later(1.0 + 10 * work, expire)
+            self.later(self.some(self.weather.delay) + work, call.arrive)
+        self._time.expire(call, work)
 
     def _ask(self, action: Ask, life: int) -> None:
-        def reply(result: object) -> Callable[[Coordinator], list[Action]]:
+        def reply(result: object) -> Event:
             if isinstance(result, Standing):
                 standing = result
                 return lambda c: c.stood(action.member, action.grant, standing, self.now)
@@ -268,7 +246,7 @@ class Simulation:
         self._call(action.member, life, lambda e: e.grant(action.grant, self.now), reply)
 
     def _tell(self, action: Tell, life: int) -> None:
-        def reply(result: object) -> Callable[[Coordinator], list[Action]]:
+        def reply(result: object) -> Event:
             why = "" if result is None else str(result)
             final = isinstance(result, RolloutError)
             return lambda c: c.decided(
@@ -284,7 +262,7 @@ class Simulation:
         self._call(action.member, life, decide, reply)
 
     def _check(self, action: Check, life: int) -> None:
-        def reply(result: object) -> Callable[[Coordinator], list[Action]]:
+        def reply(result: object) -> Event:
             if isinstance(result, tuple):
                 version, digest = result
                 held = version, digest, self.now, _adapters(digest)
@@ -294,7 +272,7 @@ class Simulation:
         def held(engine: SimulatedMember) -> tuple[int, int]:
             return engine.version, engine.digest
 
-        self._call(action.member, life, held, reply, work=self._some(0.1))
+        self._call(action.member, life, held, reply, work=self.some(0.1))
 
     def _fill(self, action: Fill, life: int) -> None:
         donor = self.engines[action.donor]
@@ -303,20 +281,20 @@ class Simulation:
             engine.fill(donor, action.version)
             return engine.version, engine.digest
 
-        def reply(result: object) -> Callable[[Coordinator], list[Action]]:
+        def reply(result: object) -> Event:
             if isinstance(result, tuple):
                 version, digest = result
                 held = version, digest, self.now, _adapters(digest)
                 return lambda c: c.checked(action.member, *held)
             return lambda c: c.unfilled(action.member, str(result), self.now)
 
-        self._call(action.member, life, fill, reply, work=self._some(self.weather.stage))
+        self._call(action.member, life, fill, reply, work=self.some(self.weather.stage))
 
     # ---- the trainer ----
 
     def _updates(self, left: int) -> None:
         def again(committed: bool) -> None:
-            self.later(self._some(0.2), self._updates, left - 1)
+            self.later(self.some(0.2), self._updates, left - 1)
 
         if self._resting:
             return
@@ -368,7 +346,7 @@ class Simulation:
 
     def _lose(self, late: set[str], update_id: str, life: int) -> None:
         for name in sorted(late):
-            self._feed(life, partial(self._late, update_id, name))
+            self.feed(life, partial(self._late, update_id, name))
 
     def _late(self, update_id: str, name: str, state: Coordinator) -> list[Action]:
         return state.lost(update_id, name, "it is late", self.now)
@@ -376,14 +354,14 @@ class Simulation:
     def _part(
         self, name: str, life: int, staged: Staged, fence: int, voted: Callable[[str], None]
     ) -> None:
-        def reply(result: object) -> Callable[[Coordinator], list[Action]]:
+        def reply(result: object) -> Event:
             if result is None:
                 voted(name)
                 held = staged.digest, self.now, _adapters(staged.digest)
                 return lambda c: c.voted(staged.update_id, name, *held)
             return lambda c: c.lost(staged.update_id, name, str(result), self.now)
 
-        work = self._some(self.weather.delay if staged.back else self.weather.stage)
+        work = self.some(self.weather.delay if staged.back else self.weather.stage)
         self._call(name, life, lambda e: e.vote(staged, fence), reply, work=work)
 
     # ---- clients ----
@@ -391,7 +369,7 @@ class Simulation:
     def _read(self) -> None:
         """Somebody asks a member, whichever, as a front that knows nothing would."""
         self.read(self.rng.choice(list(self.engines)))
-        self.later(self._some(0.02), self._read)
+        self.later(self.some(0.02), self._read)
 
     def read(self, name: str) -> None:
         """Ask a member; ``Violation`` where what it serves breaks a promise."""
@@ -432,8 +410,8 @@ class Simulation:
             name=name, epoch=next(self._epochs), rate=engine.rate, ahead=engine.ahead
         )
         for life in list(self.coordinators) if told else ():
-            self._feed(life, lambda c: c.died(name, self.now))
-            self._feed(life, lambda c: c.add(name, self.now))
+            self.feed(life, lambda c: c.died(name, self.now))
+            self.feed(life, lambda c: c.add(name, self.now))
 
     def _check_end(self) -> None:
         state = self.coordinator
@@ -451,6 +429,38 @@ class Simulation:
                 raise Violation(f"at rest {engine.name} waits for a decision")
 
 
+class _Call:
+    """On its way to a member, and back."""
+
+    __slots__ = ("_engine", "_fleet", "_life", "_reply", "_serve", "answered")
+
+    def __init__(
+        self, fleet: Simulation, engine: SimulatedMember, life: int, serve: Serve, reply: Reply
+    ) -> None:
+        self._fleet, self._engine, self._life = fleet, engine, life
+        self._serve, self._reply, self.answered = serve, reply, False
+
+    def arrive(self) -> None:
+        engine, fleet = self._engine, self._fleet
+        if not engine.up or engine.cut:
+            return
+        try:
+            result = self._serve(engine)
+        except RolloutError as error:
+            result = error
+        if fleet.rng.random() >= fleet.weather.loss and not engine.mute:
+            fleet.later(fleet.some(fleet.weather.delay), self._answer, result)
+
+    def _answer(self, result: object) -> None:
+        if not self.answered and not self._engine.cut:
+            self.answered, self._engine.heard = True, self._fleet.now
+            self._fleet.feed(self._life, self._reply(result))
+
+    def expire(self) -> None:
+        self.answered = True
+        self._fleet.feed(self._life, self._reply(TimeoutError("no answer")))
+
+
 def _adapters(digest: int) -> Adapters:
     """Those that are held beside weights, all of that digest."""
     return (HeldAdapter("a", digest % 1000, digest),)
@@ -466,9 +476,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quorum", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--limit", type=float, default=float("inf"), help="seconds after which no update begins"
+        "--limit", type=float, default=float("inf"), help="CPU seconds after which no update begins"
     )
     args = parser.parse_args(argv)
+    gc.disable()  # nothing in a course refers to itself: looking for that took half of its time
     for members in map(int, args.members.split(",")):
         course = Simulation(
             members=members, seed=args.seed, quorum=min(members, args.quorum),
