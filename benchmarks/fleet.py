@@ -197,7 +197,9 @@ def front(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         direct = stack.enter_context(engine(args.checkpoint))
         record = stack.enter_context(tempfile.TemporaryDirectory())
-        through = stack.enter_context(service("fleet", "--engine", direct[1], "--record", record))
+        through = stack.enter_context(
+            service("fleet", "--engine", direct[1], "--record", record, "--lease", "20")
+        )
         kind = _Streams if args.what == "front-http" else _Calls
         yield from asyncio.run(_front(args, *(kind(*one[:2]) for one in (direct, through))))
 

@@ -295,6 +295,7 @@ class EmbeddedBackend:
             # One that leaves has not ended what nobody has read yet.
             running=max(len(core.scheduler.running), len(self._running) * core.leaving),
             waiting=core.scheduler.num_waiting,
+            kv_usage=core.blocks.usage if grant.kv else 0.0,
         )
 
     def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:

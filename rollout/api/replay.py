@@ -330,6 +330,7 @@ def _params(found: JournaledRequest, index: int, count: int) -> SamplingParams:
         max_staleness=None,
         pin=False,
         group_id=None,
+        session_id=None,
         prompt_logprobs=None if params.routed_experts is None else 0,  # whose prompt is scored
         prompt_logprobs_start=0,
         prompt_temperature=1.0,

@@ -25,6 +25,7 @@ class FleetCall:
     stream; ``left``: the rows that have not finished.
 
     Requests without a seed get one here, so that whichever member goes on draws the same tokens.
+    ``sessions``: of each row; the members are not told.
     """
 
     prompts: Sequence[Any]
@@ -34,11 +35,14 @@ class FleetCall:
     options: ChatOptions | None = None
     begun: dict[int, RequestOutput] = field(default_factory=dict)
     left: set[int] = field(init=False)
+    sessions: Sequence[str | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.left = set(range(len(self.prompts)))
+        self.sessions = [p.session_id for p in self.params]
         self.params = [
-            p if p.seed is not None else replace(p, seed=secrets.randbits(62)) for p in self.params
+            replace(p, seed=secrets.randbits(62) if p.seed is None else p.seed, session_id=None)
+            for p in self.params
         ]
 
     def outputs(self, client: RolloutClient, rows: Sequence[int]) -> Outputs:

@@ -25,7 +25,7 @@ from rollout.fleet.fleet import Fleet
 from rollout.fleet.hold import Hold
 from rollout.fleet.link import Link
 from rollout.fleet.lost import Lost
-from rollout.fleet.router import Router
+from rollout.fleet.router import Router, load_of
 from rollout.generation import RequestOutput
 from rollout.rpc.status import is_typed
 
@@ -123,7 +123,9 @@ class Calls:
             extra = float(params.n)
             name = self._groups.get(params.group_id or "", "")
             if name not in loads:
-                name = self.router.choose(call.prompts[row], loads, extra, params.max_tokens)
+                name = self.router.choose(
+                    call.prompts[row], loads, extra, params.max_tokens, call.sessions[row]
+                )
             self._have_together(params.group_id, name)
             loads[name] += extra
             shares.setdefault(name, []).append(row)
@@ -209,7 +211,7 @@ class Calls:
     def _loads(self, without: set[str]) -> dict[str, float]:
         standings = self._fleet.standings()
         return {
-            link.name: link.calls + standings[link.name].waiting
+            link.name: load_of(link.calls, standings[link.name])
             for link in self._fleet.serving()
             if link.name in standings and link.name not in without
         }

@@ -85,6 +85,8 @@ class Link:
                 self._features = self._features or self.control.info().features
                 if "returns" not in self._features:  # of an earlier version: it refuses the field
                     grant = replace(grant, returns=None)
+            if "kv" in self.client.features:  # it has been called
+                grant = replace(grant, kv=True)
             standing = self.control.serve(grant)
         except EngineClosed as error:
             if time.monotonic() - self._looked > LOOK_AGAIN:

@@ -6,6 +6,9 @@ several fronts agree without talking. A member whose load is above ``SPREAD`` ti
 Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018) is passed over
 for the one with the least, but where that would cost more than it saves: what is known would be
 computed again there, so that each new token waits for half as many calls as the two are apart by.
+
+A request of a session goes where the last one of it went; a session that is new, by a hash of its
+name. Where that member has too much to do, the next one in the order of the same hash takes it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rollout.generation import AnyPrompt, ImagePrompt
+from rollout.weight_sync.protocol.membership import Standing
 
 CHUNK_TOKENS = 32
 CHUNK_BYTES = 64  # about 16 tokens of a text
@@ -28,10 +32,19 @@ KNOWN = 1 << 16  # chunks that are remembered
 SPREAD = 1.125
 NEW_TOKENS = 256  # of a prompt that does not say how many it wants
 FEWEST = 16  # that are reckoned with: where a prompt is all, others' prompts are waited for
+FULL = 0.8  # of a KV cache, from which on what is sent there counts for more, at last twice
+
+
+def load_of(calls: int, standing: Standing) -> float:
+    """Of a member with so many calls of this front: with them what waits there, also for other
+    fronts; more where its KV cache is nearly full, as what runs there may be preempted for it.
+    """
+    pressure = max(0.0, standing.kv_usage - FULL) / (1 - FULL)
+    return (calls + standing.waiting) * (1 + pressure)
 
 
 class Router:
-    """Thread-safe. ``load`` is the front's: calls under way, and what waits at a member."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, str] = OrderedDict()
@@ -44,26 +57,33 @@ class Router:
         loads: Mapping[str, float],
         extra: float = 1.0,
         new_tokens: int | None = None,
+        session: str | None = None,
     ) -> str:
-        """One of the members that ``loads`` names, of which there must be some.
+        """One of the members that ``loads`` names, of which there must be some; see ``load_of``.
 
         ``prompt``: token ids, a text, or a conversation. ``extra``: the load that it brings.
-        ``new_tokens``: the most that it asks for.
+        ``new_tokens``: the most that it asks for. ``session``: the name of what it belongs to.
         """
         chain, tokens = _chunks(prompt)
         bound = SPREAD * (sum(loads.values()) + extra) / len(loads)
         new = max(NEW_TOKENS if new_tokens is None else new_tokens, FEWEST)
+        key = chain[0] if session is None else _digest(session)
         with self._lock:
-            found, depth = self._longest(chain, loads)
-            if found is None:
-                found = max(loads, key=lambda name: _weight(chain[0], name))
+            known, depth = self._longest(chain, loads)
+            found = known if session is None else self._known.get(key)
+            if found is None or found not in loads:
+                found = max(loads, key=lambda name: _weight(key, name))
+            depth = depth if found == known else 0
             if loads[found] + extra > max(bound, extra):
-                least = min(loads, key=lambda name: (loads[name], name != found, name))
-                if (loads[found] - loads[least]) / 2 * new > depth * tokens:
-                    found, depth = least, 0
+                other = min(loads, key=lambda name: (loads[name], name != found, name))
+                if session is not None:
+                    free = [name for name in loads if loads[name] + extra <= bound]
+                    other = max(free or [other], key=lambda name: _weight(key, name))
+                if (loads[found] - loads[other]) / 2 * new > depth * tokens:
+                    found, depth = other, 0
             self.hits += depth
             self.misses += len(chain) - depth
-            for chunk in chain:
+            for chunk in chain if session is None else [*chain, key]:
                 self._known[chunk] = found
                 self._known.move_to_end(chunk)
             while len(self._known) > KNOWN:
@@ -110,6 +130,12 @@ def _bytes_of(prompt: Any) -> tuple[bytes, int]:
         return text.encode(errors="surrogatepass"), CHUNK_BYTES
     ids = np.asarray(prompt[: CHUNK_TOKENS * MAX_CHUNKS], dtype=np.int64)
     return ids.astype("<u4").tobytes(), 4 * CHUNK_TOKENS
+
+
+def _digest(session: str) -> bytes:
+    """Apart from those of prompts."""
+    name = session.encode(errors="surrogatepass")
+    return hashlib.blake2b(name, digest_size=16, person=b"session").digest()
 
 
 def _weight(chunk: bytes, member: str) -> bytes:

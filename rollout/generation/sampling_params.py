@@ -19,7 +19,7 @@ MAX_STOPS = 256  # stop strings, each of at most MAX_STOP_CHARS characters
 MAX_STOP_CHARS = 4096
 MAX_TOKEN_RULES = 1 << 16  # entries of stop_token_ids, and of logit_bias
 MAX_TOP_K = (1 << 31) - 1
-MAX_NAME = 256  # characters of an adapter's, and of a group's
+MAX_NAME = 256  # characters of an adapter's, a group's and a session's
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
 
 MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler overflows
@@ -272,6 +272,11 @@ class SamplingParams:
         _name,
         "requests of one group are pinned together: those that begin later, too, while one of them "
         "is pinned",
+    )
+    session_id: str | None = _param(
+        None,
+        _name,
+        "of a fleet, the same member for all requests of one session, as far as loads allow",
     )
     adapter: str | None = _param(
         None, _name, "the adapter to answer with, which was loaded by this name; none: the base"

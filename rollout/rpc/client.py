@@ -117,7 +117,7 @@ class RolloutClient:
             params = [self._answered(one) for one in params]
         request = pb.GenerateRequest(
             prompts=map(prompt_to_proto, prompts, request_ids),
-            params=map(params_to_proto, params),
+            params=map(params_to_proto, self._known(params)),
             stream=stream,
         )
         return self._outputs("Generate", request)
@@ -133,7 +133,7 @@ class RolloutClient:
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         request = pb.ChatRequest(
             conversations=map(conversation_to_proto, conversations, request_ids),
-            params=map(params_to_proto, params),
+            params=map(params_to_proto, self._known(params)),
             options_json=chat_options_to_json(options),
             stream=stream,
         )
@@ -376,6 +376,12 @@ class RolloutClient:
         self._connection.close_sync()
 
     # ---- helpers ----
+
+    def _known(self, params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+        """Without what a service of an earlier version knows nothing of, and can do without."""
+        if "sessions" in self.features or all(one.session_id is None for one in params):
+            return params
+        return [replace(one, session_id=None) for one in params]
 
     def _answered(self, params: SamplingParams) -> SamplingParams:
         """For a service that draws a token in any case; an embedding is beside it."""

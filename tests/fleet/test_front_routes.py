@@ -178,3 +178,34 @@ def test_a_mistyped_field_of_a_member_is_told_the_one_that_was_meant(engines, tm
     reply = asked(engines[:1], tmp_path, ask)
     assert reply.status_code == 400
     assert "adress: no such field; did you mean 'address'?" in reply.text
+
+
+def test_a_session_has_one_member_for_each_front_by_whatever_name_a_client_gives_it(
+    engines, tmp_path
+):
+    """A front that takes over knows nothing of what was asked before."""
+    body = {"max_tokens": 1, "temperature": 0}
+    ways = [
+        ("/v1/completions", {"prompt": [5, 6], **body}, {"X-Session-ID": "s0"}),
+        ("/v1/completions", {"prompt": [6, 7], **body}, {"X-SMG-Routing-Key": "s0"}),
+        ("/v1/completions", {"prompt": [7, 8], "session_id": "s0", **body}, {}),
+        ("/v1/completions", {"prompt": [8, 9], "prompt_cache_key": "s0", **body}, {}),
+        ("/generate", {"input_ids": [9, 4], "sampling_params": {"max_new_tokens": 1}},
+            {"X-SMG-Routing-Key": "s0"}),
+    ]  # fmt: skip
+
+    async def ask(http, fleet):
+        """Which engines have had a prompt of each of these."""
+        await asyncio.to_thread(fleet.wait_serving, 3, 30.0)
+        found = []
+        for path, asked, headers in ways:
+            before = [engine.metrics().prompt_tokens_total for engine in engines]
+            answer = await http.post(path, json=asked, headers=headers)
+            assert answer.status_code == 200, answer.text
+            after = [engine.metrics().prompt_tokens_total for engine in engines]
+            found += [n for n, (a, b) in enumerate(zip(before, after, strict=True)) if b > a]
+        return found
+
+    homes = [asked(engines, tmp_path / front, ask) for front in ("first", "second")]
+    assert len(homes[0]) == len(homes[1]) == len(ways)
+    assert len({*homes[0], *homes[1]}) == 1

@@ -1,6 +1,7 @@
 """Prompts go where their beginning has been, unless too much waits there."""
 
-from rollout.fleet.router import CHUNK_TOKENS, Router
+from rollout.fleet.router import CHUNK_TOKENS, Router, load_of
+from rollout.weight_sync.protocol.membership import Standing
 
 IDLE = {"a": 0.0, "b": 0.0, "c": 0.0}
 
@@ -72,3 +73,47 @@ def test_what_a_dead_member_knew_is_forgotten():
     home = router.choose(turns(1, 4), IDLE)
     router.forget(home)
     assert router._known == {}
+
+
+def test_a_session_stays_whatever_its_prompts_are_and_fronts_agree_where():
+    ours, theirs = Router(), Router()
+    homes = {}
+    for n in range(60):
+        name = f"session {n % 20}"
+        home = ours.choose(turns(n, 3), IDLE, session=name)
+        assert homes.setdefault(name, home) == home
+        assert theirs.choose(turns(n + 500, 3), IDLE, session=name) == home
+    assert set(homes.values()) == set(IDLE)
+
+
+def test_few_sessions_move_when_a_member_comes():
+    before = {n: Router().choose(turns(n, 1), IDLE, session=f"s{n}") for n in range(200)}
+    four = {**IDLE, "d": 0.0}
+    after = {n: Router().choose(turns(n, 1), four, session=f"s{n}") for n in range(200)}
+    moved = [n for n in before if after[n] != before[n]]
+    assert 20 < len(moved) < 80
+    assert {after[n] for n in moved} == {"d"}
+
+
+def test_a_session_whose_member_is_busy_goes_to_the_same_one_of_the_others_and_stays_there():
+    ours, theirs = Router(), Router()
+    home = ours.choose(turns(1, 3), IDLE, session="s")
+    busy = {**IDLE, home: 20.0}
+    other = ours.choose(turns(2, 3), busy, session="s")
+    assert other != home
+    assert theirs.choose(turns(3, 3), busy, session="s") == other
+    assert ours.choose(turns(2, 4), IDLE, session="s") == other  # what it has is there now
+    assert theirs.choose(turns(9, 3), {home: 0.0, other: 0.0}, session="new") in (home, other)
+
+
+def test_a_member_whose_kv_cache_is_full_counts_for_more():
+    def standing(kv_usage: float) -> Standing:
+        return Standing(epoch=1, clock=0.0, version=0, state="running", kv_usage=kv_usage)
+
+    assert load_of(4, standing(0.0)) == load_of(4, standing(0.8)) == 4
+    assert load_of(4, standing(0.9)) == 6
+    assert load_of(4, standing(1.0)) == 8
+    router = Router()
+    home = router.choose(turns(1, 2), IDLE)
+    loads = {name: load_of(4, standing(float(name == home))) for name in IDLE}
+    assert router.choose(turns(1, 2), loads) != home

@@ -54,6 +54,7 @@ from rollout.server.http.responses import (
     adapter_names,
     event,
     first_of,
+    in_session,
     sampled_by,
     served_model,
     tokenizer_of,
@@ -179,7 +180,8 @@ async def version(rollout: Engine) -> dict[str, str]:
 @routes.on("POST", "/v1/completions", Access.GENERATION)
 async def completions(rollout: Engine, body: CompletionBody, request: Request) -> Response:
     prompts, defaults = body.prompts(), request.app.state.defaults
-    model, params = await sampled_by(rollout, body.model, defaults.asked(body.sampling()))
+    params = in_session(defaults.asked(body.sampling()), request.headers)
+    model, params = await sampled_by(rollout, body.model, params)
     style = replace(
         _style(body, params, model, request, chat=False),
         echo=body.echo,
@@ -227,7 +229,8 @@ def _read_by(
     if (tokenizer := tokenizer_of(rollout)) is not None:
         decode = partial(tokenizer.decode, skip_special_tokens=False)
         reader = replace(reader, decode=decode)
-    return reader, defaults.asked(body.sampling(keep_special=reader.special))
+    params = defaults.asked(body.sampling(keep_special=reader.special))
+    return reader, in_session(params, request.headers)
 
 
 async def _chat_outputs(

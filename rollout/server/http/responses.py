@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import StreamingResponse
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from rollout.api import AsyncRollout
@@ -20,8 +21,10 @@ from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import DeadlineExceeded, InvalidRequest, RolloutError, VersionConflict
 from rollout.fleet.backend import FleetBackend
 from rollout.generation import RequestOutput, SamplingParams
+from rollout.generation.sampling_params import MAX_NAME
 
 T = TypeVar("T")
+SESSION, ROUTING_KEY = "x-session-id", "x-smg-routing-key"
 
 
 class EventStream(StreamingResponse):
@@ -121,6 +124,16 @@ async def served_model(rollout: AsyncRollout, asked: str | None) -> str:
         message = f"the model {asked!r} does not exist; this server serves {', '.join(known)}"
         raise HTTPException(404, message)
     return asked
+
+
+def in_session(params: SamplingParams, headers: Headers) -> SamplingParams:
+    """``params`` with the session that ``headers`` name, where they name none themselves:
+    ``X-Session-ID``, or what SGLang's router goes by.
+    """
+    name = headers.get(SESSION) or headers.get(ROUTING_KEY)
+    if params.session_id is not None or not name:
+        return params
+    return replace(params, session_id=name[:MAX_NAME])
 
 
 async def sampled_by(

@@ -18,8 +18,8 @@ from rollout.server.http.assistant import MessageReader, whole_message
 from rollout.server.http.finite import finite
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.http.messages import template_messages
+from rollout.server.http.responses import SESSION
 
-SESSION = "x-session-id"
 RESTART = "x-session-restart"  # "true": tokenise the whole conversation, edited answers included
 SessionId = Annotated[str, Query(min_length=1)]
 

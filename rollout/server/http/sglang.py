@@ -27,7 +27,13 @@ from rollout.server.grpc.health import SERVING, state_of
 from rollout.server.http.answers import TokenText
 from rollout.server.http.errors import error_body
 from rollout.server.http.guard import Engine, Routes
-from rollout.server.http.responses import EventStream, event, first_of, unless_disconnected
+from rollout.server.http.responses import (
+    EventStream,
+    event,
+    first_of,
+    in_session,
+    unless_disconnected,
+)
 from rollout.server.http.sglang_types import Ask, GenerateBody, Versions, replies
 from rollout.server.sglang_verbs import (
     AbortBody,
@@ -71,7 +77,7 @@ async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Res
     answer = _Answer(rollout, body, asks, request.app.state.token_text)
     outputs = rollout.stream_many(
         [ask.prompt for ask in asks],
-        [ask.params for ask in asks],
+        [in_session(ask.params, request.headers) for ask in asks],
         request_ids=[ask.rid for ask in asks],
         stream=body.stream,
     )

@@ -41,7 +41,10 @@ NEUTRAL: Mapping[str, Any] = {
     # SGLang's, which its router adds to each body.
     "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True,
 }  # fmt: skip
-RENAMED: Mapping[str, str] = {"no_stop_trim": "include_stop_str_in_output"}  # this one, too
+RENAMED: Mapping[str, str] = {
+    "no_stop_trim": "include_stop_str_in_output",  # this one, too
+    "prompt_cache_key": "session_id",  # OpenAI's, for the same
+}
 # Fields that would change it, and what to do.
 UNSUPPORTED: Mapping[str, str] = {
     "functions": "use tools",

@@ -47,6 +47,7 @@ from rollout.server.http.responses import (
     EventStream,
     event,
     first_of,
+    in_session,
     sampled_by,
     served_model,
     tokenizer_of,
@@ -191,7 +192,8 @@ async def _begun(
     rollout: AsyncRollout, body: GenerateBody, request: Request
 ) -> tuple[AnswerStyle, Outputs]:
     defaults: AnswerDefaults = request.app.state.defaults
-    model, params = await sampled_by(rollout, body.model, defaults.asked(body.params()))
+    params = in_session(defaults.asked(body.params()), request.headers)
+    model, params = await sampled_by(rollout, body.model, params)
     style = AnswerStyle(
         model=model,
         chat=True,

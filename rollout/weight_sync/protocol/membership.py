@@ -25,7 +25,7 @@ class Grant:
     seen. ``serial`` grows from grant to grant of one fence: one that was overtaken changes nothing.
     ``epoch``: which life of the engine is meant. None changes nothing and asks where the member
     stands. ``returns``: the fleet has not begun; an engine that served alone before does so again
-    once its clock says this.
+    once its clock says this. ``kv``: its standing is to say how full its KV cache is.
     """
 
     fence: Count
@@ -33,11 +33,15 @@ class Grant:
     epoch: Digest | None
     until: Seconds | None = 0.0
     returns: Seconds | None = field(default=None, metadata=ADDED)
+    kv: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a member stands: its life, its clock (seconds, never set), its weights and its load."""
+    """Where a member stands: its life, its clock (seconds, never set), its weights and its load.
+
+    ``kv_usage``: the share of its KV cache that requests hold, where the grant asked for it.
+    """
 
     epoch: Digest
     clock: Seconds
@@ -47,6 +51,7 @@ class Standing:
     fence: Count = 0
     running: Count = 0
     waiting: Count = 0
+    kv_usage: Annotated[float, Meta(ge=0, le=1)] = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
