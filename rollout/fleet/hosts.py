@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
-from rollout.errors import TransferFailed
+from rollout.errors import ConfigError, TransferFailed
 from rollout.fleet.ways import FRONT
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.weight_sync.protocol.messages import (
@@ -16,6 +16,7 @@ from rollout.weight_sync.protocol.messages import (
     UpdateRequest,
     WeightInfo,
 )
+from rollout.weight_sync.transports.cuda_ipc import SharedAllocation
 from rollout.weight_sync.transports.shared_memory import IpcReceiver, IpcSender, SharedFile
 from rollout.wire.codec import from_plain
 
@@ -72,9 +73,17 @@ class HostMemory:
 
     @classmethod
     def of_trainer(cls, request: UpdateRequest, *, read: bool) -> HostMemory:
-        """The memory that the trainer writes; ``read``: the front itself has to, for others."""
+        """The memory that the trainer writes; ``read``: the front itself has to, for others.
+
+        ``ConfigError`` where it is a GPU's.
+        """
         if not read:
             return cls(request.offer)
+        if request.offer.keys() == {f.name for f in fields(SharedAllocation)}:
+            raise ConfigError(
+                "the members of a fleet do not map a GPU's memory: use transport='auto', by which "
+                "the bytes go with the calls"
+            )
         shared = from_plain(SharedFile, dict(request.offer))
         receiver = IpcReceiver(shared, 0, request.bucket_bytes)
         receiver.connect(request.timeout)

@@ -1,6 +1,6 @@
 """The bytes of an update reach each host once; its members share them there."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from fleet_front import ENGINE, Front
@@ -8,11 +8,14 @@ from tiny_models import write_tiny
 
 from rollout import Rollout
 from rollout.cli.plan_fleet import plan_fleet
-from rollout.errors import EngineClosed, TransferFailed
+from rollout.errors import ConfigError, EngineClosed, TransferFailed
+from rollout.fleet.hosts import HostMemory
 from rollout.fleet.link import Link
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.server.grpc.relay import Forwarder
 from rollout.server.grpc.sharing import SharingChannel
+from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weight_sync.transports.cuda_ipc import SharedAllocation
 
 WAIT = 30.0  # seconds: for hangs
 OPTIONS = {"bucket_bytes": 64 << 10, "timeout": WAIT}
@@ -272,3 +275,12 @@ def test_tensors_that_are_tied_fit_the_shared_memory_once_more(tmp_path):
                 assert set(receipt.details["members_map"]) == set(front.names)
         finally:
             front.close()
+
+
+def test_a_gpus_memory_is_refused_with_what_to_use():
+    offer = {f.name: "" for f in fields(SharedAllocation)}
+    request = UpdateRequest(
+        update_id="u", transport="ipc", offer=offer, bucket_bytes=1, timeout=WAIT
+    )
+    with pytest.raises(ConfigError, match="do not map a GPU's memory: use transport='auto'"):
+        HostMemory.of_trainer(request, read=True)
