@@ -61,15 +61,17 @@ or each alone; a model for which logprobs differ even so is refused. So is rope 
 sequence's length (`dynamic`, `longrope`).
 
 Over several ranks (`tensor_parallel_size`) such a model is cut by transformers' own plan, where its
-config has one (`base_model_tp_plan`): linears by columns and rows, stacked experts within each,
-sinks, and the vocabulary at both ends. A rank reads and keeps its boxes of each tensor, under the
-same names, so updates, deltas and digests are those of one rank. Attention and its cache are cut by
-heads where the plan cuts them, else whole on every rank; recurrent states are always whole. Kinds
-of a plan: `colwise`, `colwise_gather_output`, `rowwise`, `rowwise_split_input`, `packed_colwise`,
-`packed_rowwise`, `embedding_rowwise`, `embedding_colwise`, `moe_tp_experts`, `moe_identity_expert`,
-`all_reduce`, and those that cut nothing. Another kind, sizes or heads of keys and values that do
-not divide, and modules whose shapes do not come out are refused by name. `rollout check` says up to
-how many ranks (of 2, 4 and 8) it goes, and why not on more.
+config has one (`base_model_tp_plan`), or by ours, where it has none or one that is not true of it:
+linears by columns and rows, stacked experts within each, sinks, and the vocabulary at both ends. A
+rank reads and keeps its boxes of each tensor, under the same names, so updates, deltas and digests
+are those of one rank. Attention and its cache are cut by heads where the plan cuts them, else whole
+on every rank; heads of keys and values that are fewer than the ranks have copies; recurrent states
+are always whole. Kinds of transformers' plans: `colwise`, `colwise_gather_output`, `rowwise`,
+`rowwise_split_input`, `packed_colwise`, `packed_rowwise`, `embedding_rowwise`, `embedding_colwise`,
+`moe_tp_experts`, `moe_identity_expert`, `all_reduce`, and those that cut nothing. Another kind,
+sizes or heads that do not divide, and modules whose shapes do not come out are refused by name,
+with the sizes that work. `rollout check` says on how many ranks it runs, by whose plan, and why not
+on more.
 
 """
 
@@ -201,7 +203,7 @@ def kinds(swept: str) -> Iterable[str]:
     others = re.search(r"^(\d+) by transformers", swept, re.MULTILINE)
     count = others[1] if others else "others"
     more = re.search(r"^(\d+) of these over two ranks", swept, re.MULTILINE)
-    parallel = f"; {more[1]} of them tensor parallel, by its plans" if more else ""
+    parallel = f"; {more[1]} of them tensor parallel" if more else ""
     types = f"{count} more model types of transformers {_version()}{parallel}"
     yield f"| by transformers' modules | {types} |"
 
@@ -242,9 +244,12 @@ def swept_lists(rows: Iterable[Any]) -> str:
     served: dict[str, list[str]] = defaultdict(list)
     reasons: dict[str, list[str]] = defaultdict(list)
     ranks: dict[str, list[str]] = defaultdict(list)
+    plans: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         if row.matches and row.updates and row.ranks:
             ranks[row.ranks].append(row.model_type)
+            if row.ranks == "equal":
+                plans[row.planned].append(row.model_type)
         if row.matches and row.updates:
             served[row.how].append(row.model_type)
         else:
@@ -262,13 +267,16 @@ def swept_lists(rows: Iterable[Any]) -> str:
         lines += [f"{len(served[how])} {how}: {_names(served[how])}.", ""]
     both = ranks.pop("equal", [])
     lines += [
-        f"{len(both)} of these over two ranks, too, by transformers' plans: logprobs equal those",
-        "of one rank to 1e-4 and greedy tokens are the same, from files and after an update:",
-        f"{_names(both)}.",
+        f"{len(both)} of these over two ranks, too: logprobs equal those of one rank to 1e-4 and",
+        "greedy tokens are the same, from files and after an update.",
         "",
-        "| planned by transformers, and not over two ranks, why | model types |",
+        "| cut over two ranks by | model types |",
         "|---|---|",
-        *(f"| {_parallel_reason(why)} | {_names(types)} |" for why, types in ranks.items()),
+        *(f"| {by} | {len(types)}: {_names(types)} |" for by, types in plans.items()),
+        "",
+        "| by transformers' modules, and not over two ranks, why | model types |",
+        "|---|---|",
+        *(f"| {why} | {len(types)}: {_names(types)} |" for why, types in _by_reason(ranks).items()),
     ]
     lines += ["", "| the others, and why not | model types |", "|---|---|"]
     for why, types in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
@@ -315,12 +323,13 @@ def reason(row: Any) -> str:
     return "another refusal"
 
 
-def _parallel_reason(why: str) -> str:
-    """What a refusal of two ranks says of the model, without what is so of every model."""
-    if "do not run without memory" in why:
-        return "its modules take all heads where a rank has a part of them"
-    told = re.search(r"not on 2 ranks: (.*); use", why)
-    return told[1] if told else why
+def _by_reason(refused: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What refusals of two ranks say of the models, without what is so of every one."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for why, types in refused.items():
+        told = re.search(r"not on 2 ranks: (.*)\. Sizes that work", why)
+        found[told[1] if told else why] += types
+    return found
 
 
 def _names(types: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ from rollout.weights.names import weight_dtype
 
 
 class TransformersCausalLM(Model):
-    """One rank's instance; over several it is cut by transformers' plan (``transformers_plan.py``).
+    """One rank's instance; over several it is cut by a plan (``transformers_plan.py``).
 
     Weights come through slots as anywhere: the parameters, and the buffers that files have, in the
     spelling of the files or of the modules. After the first load its logits are compared with those

@@ -43,7 +43,7 @@ class Probed:
     head_dim: int  # the largest, of keys or values
     max_position_embeddings: int
     tied: bool
-    plan: Mapping[str, str]  # of tensor parallelism: module or parameter -> kind
+    planned_by: str  # whose plan of tensor parallelism cuts it; "" where there is none
     calls: tuple[tuple[int, int, int], ...] = ()  # of attention: heads, KV heads, largest dim
     kept: tuple[Kept, ...] | None = None  # by modules that attend by themselves
 
@@ -66,7 +66,7 @@ def probe(
 
 def probe_part(whole: Probed, ranks: int, code: RemoteCode | None) -> Probed:
     """What ``probe`` found, of the modules of one of ``ranks``, cut by their plan."""
-    if not whole.plan:
+    if not whole.planned_by:
         raise ConfigError(NO_PLAN)
     kind, config = _classes(whole.values, whole.architecture, "config.json", code)
     found = _by_interface if whole.kept is None else _by_cache
@@ -181,7 +181,7 @@ def _probed(model: nn.Module, values: Mapping[str, Any], architecture: str, **fo
         hidden_size=int(text.hidden_size),
         max_position_embeddings=UNBOUNDED if longest is None else longest - first_position(model),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
-        plan=plan_of(model),
+        planned_by=plan_of(model).by,
         **found,
     )
 
@@ -253,18 +253,24 @@ def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]
     modules that embed them are told (``bind``).
     """
     takes = _takes(model, "position_ids")
-    if not takes and any(
-        each.kind is inspect.Parameter.VAR_KEYWORD
-        for each in inspect.signature(model.forward).parameters.values()
-    ):  # handed on to a decoder within
+    if not takes and _hands_on(type(model)):  # to a decoder within
         whole: Any = model
         inner = whole.get_decoder() if hasattr(model, "get_decoder") else model
         takes = _takes(inner, "position_ids")
     return {"position_ids": positions + first_position(model)} if takes else {}
 
 
-def _takes(module: nn.Module, argument: str) -> bool:
-    return argument in inspect.signature(module.forward).parameters
+def _takes(module: Any, argument: str) -> bool:
+    return argument in _arguments(type(module))
+
+
+def _hands_on(kind: Any) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in _arguments(kind).values())
+
+
+@cache  # asked in every step
+def _arguments(kind: type[Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.forward).parameters
 
 
 def cache_argument(model: nn.Module) -> str:

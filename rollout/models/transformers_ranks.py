@@ -9,8 +9,7 @@ from rollout.errors import ConfigError
 from rollout.models.remote_code import RemoteCode
 from rollout.models.transformers_probe import Probed, probe_part
 
-SIZES = (8, 4, 2)  # numbers of ranks that are tried to tell the most
-CUT, KEYS = "colwise", {"k_proj", "v_proj", "qkv_proj", "query_key_value"}
+SIZES = range(2, 9)  # numbers of ranks that are tried to tell which work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,22 +26,21 @@ class OverRanks:
         """
         found = self._try(size)
         if isinstance(found, str):
-            others = [str(n) for n in SIZES if n < size and isinstance(self._try(n), int)]
+            sizes = ", ".join(str(each) for each in self.fitting())
             raise ConfigError(
                 f"{self.whole.architecture} runs as transformers' modules, and not on {size} "
-                f"ranks: {found}; use tensor_parallel_size={' or '.join([*others, '1'])}"
+                f"ranks: {found}. Sizes that work, up to {SIZES[-1]}: {sizes}"
             )
         return found
 
-    def most(self) -> tuple[int, str]:
-        """The most of ``SIZES`` ranks on which it runs, and why not on twice as many."""
-        why = ""
-        for size in SIZES:
-            found = self._try(size)
-            if isinstance(found, int):
-                return size, why
-            why = found
-        return 1, why
+    def fitting(self) -> list[int]:
+        """The numbers of ranks, up to the last of ``SIZES``, on which it runs."""
+        return [1, *(n for n in SIZES if not self.why_not(n))]
+
+    def why_not(self, size: int) -> str:
+        """Why it does not run on ``size`` ranks; "" where it does."""
+        found = self._try(size)
+        return found if isinstance(found, str) else ""
 
     def _try(self, size: int) -> int | str:
         if size == 1:
@@ -55,19 +53,22 @@ class OverRanks:
         return self._found[size]
 
     def _heads(self, size: int) -> int:
-        cuts = {name.rpartition(".")[2] for name, kind in self.whole.plan.items() if kind == CUT}
-        for _, kv_heads, _ in self.whole.calls if cuts & KEYS else ():
-            if kv_heads % size:
-                raise ConfigError(f"{kv_heads} heads of keys and values do not divide over them")
         part = probe_part(self.whole, size, self.code)
         pairs = zip(_layers(self.whole), _layers(part), strict=True)
         for number, ((heads, rest), (here, found)) in enumerate(pairs):
-            if found != rest or (here != heads and tuple(n * size for n in here) != heads):
+            if found != rest or here not in (heads, _shared(heads, size)):
                 raise ConfigError(
                     f"what its attention number {number} keeps, of {_said(heads)} heads, is not "
                     f"cut by heads ({_said(here)} on a rank)"
                 )
         return part.num_kv_heads
+
+
+def _shared(heads: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """Of a rank, each a part of them or a copy of one; None where they do not come out."""
+    if any(n % size and size % n for n in heads):
+        return None
+    return tuple(max(1, n // size) for n in heads)
 
 
 def _layers(probed: Probed) -> Iterator[tuple[tuple[int, ...], tuple[object, ...]]]:

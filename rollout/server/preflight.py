@@ -23,6 +23,7 @@ from rollout.kernels.native import library, native_status
 from rollout.loader import open_location
 from rollout.models.build import build_model, build_tables, slots_beside
 from rollout.models.config import ModelConfig
+from rollout.models.transformers_ranks import OverRanks
 from rollout.models.weight_table import WeightTable, check_tables
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import is_idle_bias, placed
@@ -230,14 +231,23 @@ def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtyp
 
 def _served(model: ModelConfig) -> str:
     if model.over_ranks is not None:
-        most, why = model.over_ranks.most()
-        ranks = f"up to {most} ranks" if most > 1 else "one rank"
-        more = f" ({why})" if why else ""
-        return f"by transformers: its own modules, their attention over pages; on {ranks}{more}"
+        ranks = _ranks(model.over_ranks)
+        return f"by transformers: its own modules, their attention over pages; {ranks}"
     if not (count := len(model.labels)):
         return "natively"
     labels = "1 label: a reward model, or a classifier" if count == 1 else f"{count} labels"
     return f"natively, to classify: a score head of {labels}"
+
+
+def _ranks(over: OverRanks) -> str:
+    """By whose plan ranks share what runs as transformers' modules, and how many can."""
+    *most, last = over.fitting()
+    if not most:
+        return f"on one rank ({over.why_not(2)})"
+    sizes = f"{', '.join(map(str, most))} or {last}"
+    missing = next((n for n in (2, 4, 8) if over.why_not(n)), 0)
+    why = f" ({missing}: {over.why_not(missing)})" if missing else ""
+    return f"on {sizes} ranks{why}, cut by {over.whole.planned_by}"
 
 
 def _held(asked: str, own: str, dtype: str) -> str:

@@ -5,8 +5,9 @@
 Commands: {"op": "load", "path": DIR} takes the weights of a checkpoint; {"op": "become", "path":
 DIR} goes on with the model of another, of any architecture; {"op": "beside", "path": DIR} also
 builds a draft of it, of the same kind; {"op": "update", "address", "transport", "timeout",
-"bucket_bytes", "die_at": {rank: item}, "kill_sender_at": bucket, "beside": true for the draft, too}
-answers with the receipt or the error; {"op": "end"}.
+"bucket_bytes", "encoding", "die_at": {rank: item}, "kill_sender_at": bucket, "beside": true for the
+draft, too, "keep": true to update through one connection} answers with the receipt or the error;
+{"op": "end"}.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -68,8 +70,9 @@ def build(kind: str, path: str, loaded: bool = False) -> tuple[Any, nn.Module]:
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        text = model.model.language_model if sees else model.model
-        for layer in (*text.layers, *(model.model.visual.blocks if sees else ())):
+        text = model.model.language_model if sees else model.base_model
+        layers = next(one for one in text.children() if isinstance(one, nn.ModuleList))
+        for layer in (*layers, *(model.model.visual.blocks if sees else ())):
             fully_shard(layer)
         return fully_shard(model), model
     if kind == "zero3":
@@ -112,6 +115,9 @@ def load(kind: str, module: nn.Module, path: str) -> None:
             parameter.data.copy_(value)
 
 
+kept: dict[str, Rollout] = {}  # address -> the connection that remembers what it has sent
+
+
 def update(source: Any, rank: int, ask: dict[str, Any]) -> dict[str, Any]:
     transport: Any = ask["transport"]
     if (bucket := ask.get("kill_sender_at")) is not None:
@@ -121,10 +127,18 @@ def update(source: Any, rank: int, ask: dict[str, Any]) -> dict[str, Any]:
         source = Dying(source, dying.get(str(rank), -1), ask["timeout"])
     started = time.monotonic()
     try:
-        with Rollout.connect(ask["address"]) as rollout:
+        with ExitStack() as stack:
+            rollout = kept.get(ask["address"])
+            if rollout is None:
+                rollout = Rollout.connect(ask["address"])
+                if ask.get("keep"):
+                    kept[ask["address"]] = rollout
+                else:
+                    stack.enter_context(rollout)
             receipt = rollout.update_weights(
                 source,
                 transport=transport,
+                encoding=ask.get("encoding", "auto"),
                 timeout=ask["timeout"],
                 bucket_bytes=ask["bucket_bytes"],
             )
@@ -164,6 +178,8 @@ def main() -> None:
             sent = {"policy": source, "draft": draft} if ask.get("beside") else source
             answer = update(sent, rank, ask)
         print(json.dumps(answer), file=answers, flush=True)
+    for rollout in kept.values():
+        rollout.shutdown()
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Transformers' own modules over several ranks, cut by transformers' plan."""
+"""Transformers' own modules over several ranks, cut by transformers' plans and ours."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPTS = [list(range(3, 22)), [7, 8, 9]]
 
 
-def write(model_type: str, path: Path, seed: int) -> Any:
+def write(model_type: str, path: Path, seed: int, changes: dict[str, Any] | None = None) -> Any:
     architecture = dict(transformers_sweep.model_types())[model_type]
-    return transformers_sweep.write(architecture, path, seed, {})
+    return transformers_sweep.write(architecture, path, seed, changes or {})
 
 
 def outcome(engine: Rollout) -> list[tuple[list[int], list[float]]]:
@@ -40,6 +40,7 @@ def outcome(engine: Rollout) -> list[tuple[list[int], list[float]]]:
     "model_type",
     [
         pytest.param("starcoder2", id="biases of sums, an odd vocabulary, a tied head"),
+        pytest.param("gpt2", id="rollout's plan, inputs before outputs"),
         pytest.param("gpt_neox", id="q, k and v in one tensor", marks=pytest.mark.more),
         pytest.param("ernie4_5_moe", id="stacked experts", marks=pytest.mark.more),
         pytest.param("lfm2_moe", id="experts beside whole states", marks=pytest.mark.more),
@@ -57,7 +58,7 @@ def test_two_ranks_generate_as_transformers_does_and_an_update_is_a_fresh_start(
         updated = outcome(engine)
         check_outcome(second, updated)
         torn = second.state_dict()
-        del torn[next(name for name in torn if "layers.1." in name)]
+        del torn[next(name for name in torn if ".1." in name)]
         with pytest.raises(WeightMismatch, match="missing"):
             engine.update_weights(torn, timeout=60)
         assert outcome(engine) == updated
@@ -94,11 +95,53 @@ def test_the_ranks_take_each_tensor_once_whatever_number_they_are(tmp_path: Path
         assert config.cached_heads(size)[1] == 4 // size
 
 
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "changes"),
+    [
+        pytest.param("starcoder2", 4, {}, id="copies of heads of keys"),
+        pytest.param("arcee", 3, {"num_attention_heads": 6, "head_dim": 8}, id="three ranks"),
+        pytest.param("opt", 2, {}, id="heads that are counted"),
+        pytest.param("stablelm", 4, {}, id="copies of heads that are counted"),
+        pytest.param("stablelm", 2, {"qk_layernorm": True}, id="a norm for each head"),
+        pytest.param("gpt_bigcode", 2, {"multi_query": False}, id="heads of q, k and v"),
+        pytest.param("falcon", 2, {"new_decoder_architecture": True}, id="groups of q, k and v"),
+        pytest.param("falcon", 2, {"multi_query": False, "alibi": True}, id="biases by distance"),
+    ],
+)  # fmt: skip
+def test_ranks_give_what_one_does_under_other_configs(
+    tmp_path: Path, model_type: str, ranks: int, changes: dict[str, Any]
+) -> None:
+    if ranks == 3:
+        changes |= {"num_key_value_heads": 3, "hidden_size": 48}
+    write(model_type, tmp_path / "a", 0, changes)
+    changed = write(model_type, tmp_path / "b", 1, changes)
+    config = ModelConfig.from_directory(tmp_path / "a")
+    sequences = transformers_sweep.texts(config)
+    alone = [
+        transformers_sweep.run(transformers_sweep.load(config, tmp_path / name), sequences)
+        for name in "ab"
+    ]
+    both = alone[0], alone[1]
+    files = tmp_path / "a"
+    assert transformers_sweep.over_ranks(ranks, config, files, changed, sequences, both) == "equal"
+
+
+def test_each_rank_has_a_part_of_whatever_a_plan_names(tmp_path: Path) -> None:
+    """Also where names end in numbers, as fc1 and dense_h_to_4h do."""
+    for model_type, cut in (("phi", "mlp.fc1"), ("gpt_neox", "mlp.dense_h_to_4h")):
+        write(model_type, tmp_path / model_type, 0)
+        config = ModelConfig.from_directory(tmp_path / model_type)
+        whole, part = (build_tables(config, size, torch.float32)[0] for size in (1, 2))
+        [name] = [each for each in part.params if each.endswith(f"layers.0.{cut}.weight")]
+        rows, columns = whole.params[name].shape
+        assert part.params[name].shape == (rows // 2, columns)
+
+
 def test_what_no_plan_cuts_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusal(model_type: str, size: int) -> str:
-        write(model_type, tmp_path / model_type, 0)
+    def refusal(model_type: str, size: int, changes: dict[str, Any] | None = None) -> str:
+        write(model_type, tmp_path / model_type, 0, changes)
         config = EngineConfig(
             model=str(tmp_path / model_type), **ENGINE | {"tensor_parallel_size": size}
         )
@@ -106,11 +149,14 @@ def test_what_no_plan_cuts_is_refused_by_name(
             check(config)
         return str(found.value)
 
-    assert "has no plan" in refusal("bloom", 2)
-    assert refusal("bloom", 2).endswith("use tensor_parallel_size=1")
-    assert refusal("starcoder2", 4).endswith("use tensor_parallel_size=2 or 1")
-    assert "heads of keys and values do not divide" in refusal("starcoder2", 3)
-    assert "means over the columns" in refusal("gemma3n_text", 2)
+    assert "has a plan of how to cut it. Sizes that work, up to 8: 1" in refusal("mamba", 2)
+    assert "4 heads of queries do not divide" in refusal("starcoder2", 3)
+    assert refusal("starcoder2", 3).endswith("Sizes that work, up to 8: 1, 2, 4")
+    grouped = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    assert "3 heads of keys and values do not divide" in refusal("starcoder2", 2, grouped)
+    three = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+    assert "3 heads of queries do not divide" in refusal("starcoder2", 2, three)
+    assert refusal("starcoder2", 2, three).endswith("Sizes that work, up to 8: 1, 3")
     plan = Starcoder2Config.base_model_tp_plan
     monkeypatch.setitem(plan, "layers.*.mlp.c_fc", "sideways")
     assert "model.layers.0.mlp.c_fc: its plan has the kind 'sideways'" in refusal("starcoder2", 2)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import transformers
 import transformers_sweep
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
 import make_models
+
+from rollout.models.transformers_own_plan import OWN
 
 
 @pytest.mark.more
@@ -20,6 +24,35 @@ def test_the_page_has_what_the_sweep_finds() -> None:
     found = make_models.swept_lists(transformers_sweep.sweep())
     stale = "docs/models.md is out of date: run `python docs/make_models.py --sweep`"
     assert make_models.swept_part() == found, stale
+
+
+def test_the_page_counts_what_it_names_and_names_every_type_of_the_installed_transformers() -> None:
+    """Of an earlier sweep, too, which is not made anew here."""
+    text = make_models.swept_part()
+    assert f"on transformers {transformers.__version__}, at tiny size" in text
+    heads = r"^\| (?:cut|by|the others).*\n\|---.*\n"
+    served, cut, whole, others = re.split(heads, text, flags=re.MULTILINE)
+
+    def named(part: str) -> list[str]:
+        found: list[str] = []
+        for count, names in re.findall(r"(\d+)(?: natively| by transformers)?: (`.*`)", part):
+            types = re.findall(r"`([^`]+)`", names)
+            assert len(types) == int(count), names
+            found += types
+        return sorted(found)
+
+    every = sorted(name for name, _ in transformers_sweep.model_types())
+    assert sorted(named(served) + named(others)) == every
+    total, good = map(int, re.search(r"of (\d+) model types .*, (\d+) load", text).groups())
+    assert (total, good) == (len(every), len(named(served)))
+    [by_transformers] = re.findall(r"^(\d+ by transformers: .*)", served, flags=re.MULTILINE)
+    assert sorted(named(cut) + named(whole)) == named(by_transformers)
+    [over_two] = re.findall(r"^(\d+) of these over two ranks", served, flags=re.MULTILINE)
+    assert int(over_two) == len(named(cut))
+    ours = re.findall(
+        r"^\| (?:rollout's plan|.* mended by rollout's) \| (.*) \|$", cut, flags=re.MULTILINE
+    )
+    assert len(named("\n".join(ours))) >= len(OWN)  # each of our plans shows
 
 
 def test_the_table_is_the_registrys() -> None:

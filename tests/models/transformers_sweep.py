@@ -5,8 +5,8 @@
 prints a row for each: natively | by transformers | not, and why. A model counts when it loads, when
 its logprobs over pages equal transformers' own (1e-4), and when an update from its module, under
 the names that it has in memory, makes the instance that its files would, bit for bit. Of those that
-transformers' modules serve and have a plan of tensor parallelism: whether two ranks say what one
-does (1e-4, and the same tokens greedily), from the files and after that update.
+transformers' modules serve: by whose plan, and whether, two ranks say what one does (1e-4, and the
+same tokens greedily), from the files and after that update.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ MOST = 3_000_000  # parameters of a tiny model
 class Row:
     """What became of one model type; ``how``: natively, by transformers or not.
 
-    ``ranks``: whether two give what one does: "equal", or why not; "" where nothing plans them.
+    ``ranks``: whether two give what one does: "equal", or why not; "" of native ones. ``planned``:
+    by whose plan.
     """
 
     model_type: str
@@ -144,12 +145,13 @@ class Row:
     updates: bool
     why: str = ""
     ranks: str = ""
+    planned: str = ""
 
     def __str__(self) -> str:
         marks = " ".join(
             name for name, so in (("matches", self.matches), ("updates", self.updates)) if so
         )
-        ranks = f"over two ranks: {self.ranks}" if self.ranks else ""
+        ranks = f"over two ranks by {self.planned}: {self.ranks}" if self.ranks else ""
         return f"{self.model_type:24} {self.how:16} {marks:16} {ranks} {self.why[:600]}"
 
 
@@ -190,8 +192,7 @@ def judge(model_type: str, architecture: str, where: Path) -> Row:
         return row("not", why or str(error))
     except Exception as error:
         return row("not", f"{type(error).__name__}: {error}")
-    ids = torch.arange(7, 7 + sum(LENGTHS)) % config.vocab_size
-    sequences = [part.tolist() for part in ids.split(LENGTHS)]
+    sequences = texts(config)
     with torch.no_grad():
         wanted = [source(torch.tensor([s])).logits[0].log_softmax(-1) for s in sequences]
     apart = max(
@@ -210,20 +211,22 @@ def judge(model_type: str, architecture: str, where: Path) -> Row:
     updates = all(torch.equal(a, b) for a, b in pairs)
     found = row(how, why, matches, updates)
     over = config.over_ranks
-    if over is None or not over.whole.plan:
+    if over is None:
         return found
     alone = (run(live, sequences), run(fresh, sequences))
-    return replace(found, ranks=over_two(config, where / "a", changed, sequences, alone))
+    ranks = over_ranks(2, config, where / "a", changed, sequences, alone)
+    return replace(found, ranks=ranks, planned=over.whole.planned_by)
 
 
-def over_two(
+def over_ranks(
+    count: int,
     config: ModelConfig,
     files: Path,
     changed: Any,
     sequences: list[list[int]],
     alone: tuple[list[torch.Tensor], list[torch.Tensor]],
 ) -> str:
-    """Whether two ranks give what one did, from ``files`` and updated from ``changed``."""
+    """Whether ``count`` ranks give what one did, from ``files`` and updated from ``changed``."""
 
     def rank(tp: TensorParallel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         live = load(config, files, tp)
@@ -232,9 +235,9 @@ def over_two(
         return run(live, sequences), run(shadow, sequences)
 
     try:
-        config.check_tensor_parallel(2)
-        check_tables(build_tables(config, 2, torch.float32))
-        found = run_ranks(2, rank)
+        config.check_tensor_parallel(count)
+        check_tables(build_tables(config, count, torch.float32))
+        found = run_ranks(count, rank)
     except RolloutError as error:
         return str(error)
     pairs = [pair for one in found for pair in zip(alone, one, strict=True)]
@@ -242,6 +245,11 @@ def over_two(
     apart = max(float((a.log_softmax(-1) - b.log_softmax(-1)).abs().max()) for a, b in each)
     same = all(torch.equal(a.argmax(-1), b.argmax(-1)) for a, b in each)
     return "equal" if apart < 1e-4 and same else f"logprobs differ by {apart:.2g}"
+
+
+def texts(config: ModelConfig) -> list[list[int]]:
+    ids = torch.arange(7, 7 + sum(LENGTHS)) % config.vocab_size
+    return [part.tolist() for part in ids.split(LENGTHS)]
 
 
 def sent(trained: Any, to: Model) -> WeightSource:
