@@ -3,6 +3,7 @@
     python benchmarks/quantized.py linears [--threads N]
     python benchmarks/quantized.py experts [--threads N] [--rounds 3]
     python benchmarks/quantized.py again
+    python benchmarks/quantized.py cells
     python benchmarks/quantized.py engine CHECKPOINT [--schemes none,int8,...] [--threads N]
         [--batches 1,8] [--new 64] [--rounds 3] [--tokens 2048]
 
@@ -10,11 +11,12 @@
 quantisation of the inputs) over 300 MB of equal weights, so that none stays in a cache; the best of
 several passes. ``experts`` does so with a mixture's experts, bfloat16 and int8 in turns: medians,
 and the median ratio of a pair. ``again`` quantises what codes stand for once more, of scales that
-our quantiser chose and of others, and says what changes. ``engine`` starts an engine of each scheme
-on a checkpoint (``make_checkpoint.py`` writes some), all at once and asked in turns: generated
-tokens per second, the best of the rounds; bytes of weights; seconds of an update that sends all
-tensors from this process; and the logprobs that it gives to tokens sampled by the bfloat16 engine,
-less that engine's own for the same prompt.
+our quantiser chose and of others, and says what changes. ``cells`` counts the bytes of a delta
+of a bfloat16 matrix in which some elements, anywhere, have changed. ``engine`` starts an engine of
+each scheme on a checkpoint (``make_checkpoint.py`` writes some), all at once and asked in turns:
+generated tokens per second, the best of the rounds; bytes of weights; seconds of an update that
+sends all tensors from this process; and the logprobs that it gives to tokens sampled by the
+bfloat16 engine, less that engine's own for the same prompt.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ from rollout.kernels import (
     quantized_experts,
     quantized_linear,
 )
+from rollout.weight_sync.protocol.cells import encode_cells
+from rollout.weight_sync.protocol.delta import encode
 from rollout.weights import PLAIN, Box, Layout, TileLayout
+from rollout.weights.cells import CellGrid
 from rollout.weights.files import open_weights
 from rollout.weights.quantization import SCHEMES
 
@@ -57,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("linears", "experts", "again", "engine"))
+    parser.add_argument("what", choices=("linears", "experts", "again", "cells", "engine"))
     parser.add_argument("checkpoint", nargs="?", type=Path)
     parser.add_argument("--schemes", default="none,int8")
     parser.add_argument("--threads", type=int, default=2)
@@ -73,6 +78,8 @@ def main() -> None:
         experts(args.rounds)
     elif args.what == "again":
         again()
+    elif args.what == "cells":
+        cells()
     elif args.checkpoint is None:
         parser.error("engine needs a CHECKPOINT")
     else:
@@ -129,6 +136,22 @@ def again() -> None:
                     f"{scheme.name}, {name} scales, {dtype}: {changed:.1%} of the codes change, "
                     f"{differ:.1%} of the values"
                 )
+
+
+def cells() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(2048, 2048, generator=generator).bfloat16()
+    for changed in (1, 16, 256, 4096, 65536):
+        new = old.clone()
+        where = torch.randperm(old.numel(), generator=generator)[:changed]
+        new.view(-1)[where] += 1
+        plain = encode(old.clone(), new, old.nbytes)
+        found = [f"single elements {plain.nbytes / old.nbytes:.2%}" if plain else "all of it"]
+        for scheme in SCHEMES.values():
+            grid = CellGrid.of(tuple(old.shape), scheme.cell(tuple(old.shape)))
+            some = encode_cells(old.clone(), new, grid.cell, old.nbytes)
+            found.append(f"{scheme.name} {some.nbytes / old.nbytes if some else 1:.2%}")
+        print(f"{changed} of {old.numel()} elements changed: {', '.join(found)}")
 
 
 def linears() -> None:

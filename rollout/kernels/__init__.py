@@ -12,6 +12,7 @@ from rollout.kernels.copy_regions import copy_regions
 from rollout.kernels.dequantize import dequantize
 from rollout.kernels.diff_update import diff_update
 from rollout.kernels.digest import digest
+from rollout.kernels.digest_cells import digest_cells
 from rollout.kernels.digest_regions import DigestedAs, digest_regions
 from rollout.kernels.filter_logits import filter_logits
 from rollout.kernels.fused_experts import fused_experts
@@ -47,6 +48,7 @@ __all__ = [
     "dequantize",
     "diff_update",
     "digest",
+    "digest_cells",
     "digest_regions",
     "encode_gaps",
     "filter_logits",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout.errors import WeightMismatch
 from rollout.kernels import copy_into_box, digest, quantize
+from rollout.models.cell_patches import CellPatches
 from rollout.models.patch_journal import PatchJournal
 from rollout.models.slot_io import read_box
 from rollout.models.weight_table import DIGESTS, SCALE, WeightTable
@@ -68,12 +69,12 @@ class QuantizedIO:
     """One rank's quantised parameters, addressed in the coordinates of their sources.
 
     Floats are quantised; codes and scales in the parameter's own grid, from a file or in bytes
-    (``packed_rows``), are kept as they are. A cell (what shares a scale) is taken when all of it
-    has come, wherever the ranks cut it: pieces that hold whole rows of cells at once, others wait
-    in bands of ``BAND`` rows, in ``dtype``, of at most ``table.pending`` elements. With the codes
-    goes a row of ``DIGESTS`` for each slot: the digest of what was sent, in ``dtype`` or in bytes,
-    that of codes and scales, and how many values were not finite. So ``digest`` can say of what is
-    in memory what it was made from.
+    (``packed_rows``), are kept as they are; changed cells go through ``cells``. A cell (what shares
+    a scale) is taken when all of it has come, wherever the ranks cut it: pieces that hold whole
+    rows of cells at once, others wait in bands of ``BAND`` rows, in ``dtype``, of at most
+    ``table.pending`` elements. With the codes goes a row of ``DIGESTS`` for each slot: the digest
+    of what was sent, in ``dtype`` or in bytes, that of codes and scales, and how many values were
+    not finite. So ``digest`` can say of what is in memory what it was made from.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class QuantizedIO:
     ) -> None:
         self._table, self._storages, self._dtype = table, storages, dtype
         self._journal = journal
+        self.cells = CellPatches(table, storages, dtype, journal)
         self._sums: dict[WeightSlot, _Sums] = {}
         self._bands: dict[tuple[WeightSlot, int], _Band] = {}  # by their first row
         self._pending = 0  # bytes of them
@@ -97,8 +99,8 @@ class QuantizedIO:
             if not len(value.positions):
                 return 0
             raise WeightMismatch(
-                f"{slot.source}: single elements of a quantised weight cannot change; send all of "
-                "it (encoding='full')"
+                f"{slot.source}: single elements of a quantised weight cannot change; send the "
+                "cells that share a scale, or all of it (encoding='full')"
             )
         if isinstance(value, LazyTensor) and self._copy_codes(slot, value):
             return slot.take.numel

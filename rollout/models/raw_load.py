@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollout.errors import WeightMismatch
 from rollout.models.weight_load import LoadReport
-from rollout.weights import Box, TensorPiece, WeightValue
+from rollout.weights import Box, CellPatch, TensorPiece, WeightValue
 
 _MARK = "raw"
 
@@ -41,7 +41,9 @@ class RawLoad:
         self._left = {name: storage.numel() for name, storage in self._storages.items()}
         self._nbytes = 0
 
-    def feed(self, items: Iterable[tuple[str, WeightValue]], *, together: bool = False) -> None:
+    def feed(
+        self, items: Iterable[tuple[str, WeightValue | CellPatch]], *, together: bool = False
+    ) -> None:
         """Write each item; ``WeightMismatch`` for one that this rank has not, or not so large."""
         for name, value in items:
             if name.startswith(f"{_MARK}/") and name.split("/")[1] != str(self._rank):
@@ -65,7 +67,7 @@ class RawLoad:
         self._after_load()
         return LoadReport(frozenset(self._storages), frozenset(), self._nbytes)
 
-    def _write(self, name: str, storage: Tensor, value: WeightValue) -> None:
+    def _write(self, name: str, storage: Tensor, value: WeightValue | CellPatch) -> None:
         if isinstance(value, TensorPiece):
             box, values = value.box, value.values
         else:

@@ -20,6 +20,7 @@ from rollout.models.weight_table import WeightTable, first_overlap
 from rollout.weights import (
     CASTABLE,
     Box,
+    CellPatch,
     LazyTensor,
     Shape,
     SparsePatch,
@@ -57,9 +58,9 @@ class WeightLoad:
     """``feed`` any number of times, then ``finish`` once.
 
     A value is a full tensor, a ``LazyTensor`` (only this rank's boxes are read), a ``SparsePatch``
-    (only its elements are overwritten) or a ``TensorPiece`` (its box alone). Disjoint pieces, and
-    patches of disjoint boxes, make a whole. Values may lie on another device and have any float
-    dtype: each element is cast once.
+    (only its elements are overwritten), a ``CellPatch`` (of a quantised one, only these cells) or a
+    ``TensorPiece`` (its box alone). Disjoint pieces, and patches of disjoint boxes, make a whole.
+    Values may lie on another device and have any float dtype: each element is cast once.
     A tensor may come under another of the table's ``spellings``: it is split into file-form ones,
     and what is complete or sent twice is judged on those. Parameters are written in place and keep
     their addresses. An alias may be sent and must equal
@@ -90,7 +91,9 @@ class WeightLoad:
         self._problems: list[str] = []
         self._nbytes = 0
 
-    def feed(self, items: Iterable[tuple[str, WeightValue]], *, together: bool = False) -> None:
+    def feed(
+        self, items: Iterable[tuple[str, WeightValue | CellPatch]], *, together: bool = False
+    ) -> None:
         """Write each item; consumes all of them, then raises if any was refused.
 
         ``together``: every value stays as it is until this returns, so that those on the device
@@ -181,13 +184,15 @@ class WeightLoad:
         self._consume(items)
         return self.finish()
 
-    def _consume(self, items: Iterable[tuple[str, WeightValue]]) -> None:
+    def _consume(self, items: Iterable[tuple[str, WeightValue | CellPatch]]) -> None:
         with torch.no_grad():
             for sent, value in items:
                 name = placed(sent, self._table.prefixes)
                 if name is None:
                     continue
-                if self._table.spellings.respells(name, tuple(value.shape)):
+                if isinstance(value, CellPatch):
+                    self._take_cells(name, value)
+                elif self._table.spellings.respells(name, tuple(value.shape)):
                     self._take_spelled(name, value)
                 else:
                     self._take(name, value)
@@ -233,6 +238,16 @@ class WeightLoad:
             self._nbytes += self._write(name, value) * weight_dtype(name, self._dtype).itemsize
         except WeightMismatch as error:
             self._problems.append(str(error))
+
+    def _take_cells(self, name: str, patch: CellPatch) -> None:
+        cells = self._quantized.cells
+        fault = cells.fault(name, patch) or ("was sent twice" if name in self._seen else None)
+        if fault:
+            self._problems.append(f"{name}: {fault}")
+            return
+        self._seen.add(name)
+        written = sum(cells.write(slot, patch) for slot in self._table.slots[name])
+        self._nbytes += written * self._dtype.itemsize
 
     def _write(self, name: str, value: WeightValue) -> int:
         """Put a checked value where it belongs; returns the number of elements written."""

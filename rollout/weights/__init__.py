@@ -5,6 +5,7 @@ from rollout.weights.layouts import PLAIN, TRANSPOSED, Layout, PlainLayout, Tile
 from rollout.weights.slots import (
     CASTABLE,
     INTEGERS,
+    CellPatch,
     LazyTensor,
     SparsePatch,
     TensorMeta,
@@ -19,6 +20,7 @@ __all__ = [
     "PLAIN",
     "TRANSPOSED",
     "Box",
+    "CellPatch",
     "Layout",
     "LazyTensor",
     "PlainLayout",

@@ -75,6 +75,21 @@ class TensorPiece:
     values: Tensor  # box.shape, dtype
 
 
+@dataclass(frozen=True, slots=True)
+class CellPatch:
+    """Replaces cells of a matrix, what shares a scale where it is quantised; the rest stays.
+
+    Cells are those of a ``weights.cells.CellGrid``. ``replaced``: the digest of what each one was
+    replaced from, in ``dtype``, all of which was finite.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    numbers: Tensor  # [n] int64, ascending
+    values: Tensor  # [n, rows, columns] dtype
+    replaced: Tensor  # [n] int64, the bits of 64-bit sums
+
+
 WeightValue = Tensor | LazyTensor | SparsePatch | TensorPiece
 
 

@@ -18,7 +18,7 @@ from rollout.errors import ConfigError
 OLDEST, PROTOCOL = 5, 5  # versions of the gRPC services and the documents in them
 # Beyond what version 5 began with.
 FEATURES = (
-    *("codes", "continued", "components", "floors", "images", "kv", "limits", "merged"),
+    *("cells", "codes", "continued", "components", "floors", "images", "kv", "limits", "merged"),
     *("multiplex", "prepare", "regions", "relays", "repeats", "returns", "score", "sessions"),
     *("shares", "sleep_modes"),
 )

@@ -33,7 +33,7 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.models.adapter_model import AdapterModel
-from rollout.weight_sync.protocol.delta import Committed, DeltaBase
+from rollout.weight_sync.protocol.committed import Committed, DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter

@@ -28,7 +28,8 @@ from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import DrawGraphs
 from rollout.errors import ChecksumMismatch
-from rollout.weight_sync.protocol.delta import Committed, decode
+from rollout.weight_sync.protocol.committed import Committed
+from rollout.weight_sync.protocol.delta import decode
 from rollout.weight_sync.protocol.messages import BucketEntry
 from rollout.weights import Box
 

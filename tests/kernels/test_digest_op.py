@@ -10,8 +10,9 @@ import torch
 from kernels.backends import backends
 from torch import Tensor
 
-from rollout.kernels import digest
+from rollout.kernels import digest, digest_cells
 from rollout.weights import Box, Shape, TileLayout
+from rollout.weights.cells import CellGrid
 
 IMPLEMENTATIONS = backends(digest)
 DTYPES = (
@@ -237,3 +238,28 @@ def test_a_view_of_whole_tiles_copies_nothing() -> None:
     values, _, _ = layout.view(storage, shape, box, shape, box)
     storage += 1
     assert values.sum() == box.numel
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int32, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "cell"),
+    [((300, 200), (128, 128)), ((7, 64), (1, 32)), ((5, 33), (1, 33)), ((9, 6), (9, 6))],
+)
+@pytest.mark.parametrize("by", backends(digest_cells))
+def test_cells_have_the_digests_of_their_boxes(dtype, shape, cell, by) -> None:
+    """Also those that reach beyond the matrix."""
+    matrix = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    if dtype.is_floating_point:
+        matrix[-1, -3:] = float("nan")
+    grid = CellGrid(shape, *cell)
+    assert torch.equal(grid.holding(torch.arange(matrix.numel())), torch.arange(grid.count))
+    numbers = torch.arange(0, grid.count, 2)
+    cells, corners = grid.gather(matrix, numbers), grid.corners(numbers)
+    sums, bad = backends(digest_cells)[by](cells, corners, shape)
+    assert sums.dtype == bad.dtype == torch.int64
+    for one, (top, left), found, count in zip(cells, corners.tolist(), sums, bad, strict=True):
+        box = Box((top, left), (min(top + cell[0], shape[0]), min(left + cell[1], shape[1])))
+        nonfinite = [0]
+        assert int(found) % 2**64 == digest(matrix[box.slices], shape, box, nonfinite)
+        assert int(count) == nonfinite[0]
+        assert torch.equal(one[: box.shape[0], : box.shape[1]], matrix[box.slices]) or count

@@ -15,6 +15,7 @@ from rollout import Rollout, SamplingParams
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine import loop
+from rollout.engine.state_cache import StateCache, StateShape
 from rollout.errors import ConfigError
 from rollout.models.build import build_model
 from rollout.models.config import ModelConfig
@@ -252,6 +253,26 @@ def test_how_fast_states_decay_keeps_its_bits_in_a_bfloat16_engine(tmp_path: Pat
         for ours, theirs in zip(after, cold, strict=True):
             assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
             assert ours.outputs[0].logprobs.raw == theirs.outputs[0].logprobs.raw
+
+
+@pytest.mark.parametrize("arch", ["qwen3_next", "granite_hybrid"])
+def test_states_of_a_bfloat16_engine_are_kept_in_float32(tmp_path: Path, arch: str) -> None:
+    """As rounded ones would differ by how often they were stored; a warm run is a cold one."""
+    write_tiny(tmp_path, arch, dtype=torch.bfloat16)
+    shape = StateShape.of(ModelConfig.from_directory(tmp_path), 1, torch.bfloat16)
+    states = StateCache(shape, torch.device("cpu"))
+    states.allocate(3)
+    held = [(kv.k.dtype, kv.v.dtype) for kv in states.layers.values()]
+    assert held == [(torch.bfloat16, torch.float32)] * len(shape.layers)
+    assert sum(kv.k.nbytes + kv.v.nbytes for kv in states.layers.values()) == 3 * shape.slot_bytes
+    settings = {**SETTINGS, "dtype": "bfloat16", "state_snapshot_blocks": 1, "max_num_seqs": 24}
+    found = []
+    with Rollout(str(tmp_path), **settings) as rollout:
+        for hits in (False, True):  # cold, and from states that were kept
+            outputs = [rollout.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+            assert any(output.num_cached_tokens for output in outputs) == hits
+            found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs.raw) for o in outputs])
+    assert found[0] == found[1]
 
 
 def test_a_text_model_takes_the_names_of_the_whole_one_and_passes_over_its_other_heads(

@@ -32,7 +32,7 @@ from weight_changes import CHANGES
 
 from rollout import RolloutError
 from rollout.rpc.client import RolloutClient
-from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.shard_layout import PlanCache
 from rollout.wire.codec import to_plain

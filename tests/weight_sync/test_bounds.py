@@ -13,7 +13,7 @@ from trainer import Trainer
 
 from rollout.distributed import Rendezvous
 from rollout.errors import TransferFailed
-from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     Message,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_ranks import Engine, same
+from tiny_models import write_tiny
 from trainer import BUCKET, DEADLINE, Trainer, fresh, nudged
 
 from rollout.errors import (
@@ -17,9 +18,11 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
+from rollout.models.config import ModelConfig
 from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
-from rollout.weight_sync.protocol.delta import Committed, encode
+from rollout.weight_sync.protocol.committed import Committed
+from rollout.weight_sync.protocol.delta import encode
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, UpdateRequest
 from rollout.weight_sync.trainer import encoder as encodings
 from rollout.weight_sync.trainer.publisher import UpdateOptions
@@ -346,3 +349,23 @@ def test_finding_and_packing_changes_takes_no_python_loop() -> None:
     assert time.process_time() - started < 3
     assert found is not None
     assert found.nbytes <= 0.02 * new.nbytes
+
+
+@pytest.mark.parametrize("arch", ["qwen3_next", "granite_hybrid", "kimi_linear", "deepseek_v3"])
+def test_deltas_of_states_and_latents_end_like_a_fresh_start(tmp_path, arch) -> None:
+    """What is derived from weights, as decays and absorbed projections, is derived anew."""
+    model = write_tiny(tmp_path, arch)
+    config = ModelConfig.from_directory(tmp_path)
+    weights = [dict(model.state_dict())]
+    weights += [nudged(weights[0], 0.002, seed) for seed in (1, 2)]
+    engine = Engine(config, 2, weights[0])
+    try:
+        trainer = Trainer(engine, "inline")
+        trainer.send(weights[0], encoding="delta")
+        for held in weights[1:]:
+            receipt = trainer.send(held, encoding="delta")
+            assert receipt.details["encoding"] == "delta"
+            assert receipt.wire_bytes < receipt.num_bytes / 20
+            assert same(engine.live(), fresh(engine, [config], "plain", held))
+    finally:
+        engine.close()

@@ -12,7 +12,7 @@ from trainer import Trainer
 from trainer_ranks import Boxes, TrainerRanks, agreements
 
 from rollout.errors import DeadlineExceeded, RolloutError, SourceFailed
-from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.weight_report import check_weights
 from rollout.weight_sync.versions.store import LocalStore

@@ -16,25 +16,30 @@ from trainer import DEADLINE, Trainer, nudged
 from trainer_ranks import DeltaTrainerRanks, TrainerRanks, rows
 
 from rollout.distributed import TensorParallel
-from rollout.errors import ChecksumMismatch, ConfigError, WeightMismatch
+from rollout.errors import ChecksumMismatch, ConfigError, TransferFailed, WeightMismatch
 from rollout.kernels import quantize
 from rollout.models.build import build_model, build_tables
 from rollout.models.config import ModelConfig
 from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.protocol.bucket import check_header
+from rollout.weight_sync.protocol.cells import decode_cells, encode_cells
 from rollout.weight_sync.protocol.digests import combine, slot_rows, total
-from rollout.weights import Box, TensorPiece
+from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
+from rollout.weights import Box, CellPatch, TensorPiece
 from rollout.weights.box import interval_boxes
+from rollout.weights.cells import CellGrid
 from rollout.weights.quantization import SCHEMES
 
+HIDDEN = 160  # no multiple of a block
 SIZES = {"int8": (1, 2, 4), "fp8": (1, 2, 4), "fp8_block": (1, 2), "mxfp4": (1, 2, 4)}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Blocks of 128 fit a half of every dimension that two ranks split."""
+    """Blocks of 128 fit a half of every dimension that two ranks split, and cut off others."""
     where, found = tmp_path_factory.mktemp("models"), []
     shape = {
-        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "hidden_size": 96,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "hidden_size": HIDDEN,
         "intermediate_size": 256, "num_hidden_layers": 1,
     }  # fmt: skip
     for seed in (0, 1):
@@ -132,8 +137,8 @@ def test_a_row_that_two_pieces_share_beside_whole_ones_is_quantised(checkpoints,
 
 def test_pieces_that_wait_are_bounded(checkpoints) -> None:
     [model] = ranks_of(checkpoints, "int8", 1)
-    assert model.table.pending == (1 << 25) + 2 * 256 * 96
-    model.table = replace(model.table, pending=2 * 256 * 96)
+    assert model.table.pending == (1 << 25) + 2 * 256 * HIDDEN
+    model.table = replace(model.table, pending=2 * 256 * HIDDEN)
     columns = []
     for name, tensor in checkpoints[2].items():
         if tensor.dim() == 2:
@@ -205,21 +210,136 @@ def test_trainer_ranks_write_what_they_hold_where_quantised_ranks_read_it(
         engine.close()
 
 
-def test_a_delta_sends_changed_tensors_whole_and_a_rollback_goes_back(engine, checkpoints) -> None:
+def touched(weights, names, at) -> dict[str, torch.Tensor]:
+    """One element of each of those is another: ``at`` of 1 of the way through it."""
+    changed = {name: weights[name].clone() for name in names}
+    for tensor in changed.values():
+        tensor.view(-1)[int(at * (tensor.numel() - 1))] += 0.125
+    return {**weights, **changed}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_delta_sends_the_cells_that_changed_and_a_rollback_goes_back(checkpoints, scheme) -> None:
+    engine = Engine(checkpoints[0], 2, checkpoints[1], quantization=scheme)
+    try:
+        trainer, shapes = (
+            Trainer(engine, "inline"),
+            {m.name: m.shape for m in engine.info().tensors},
+        )
+        names = engine.info().quantized
+        full = trainer.send(checkpoints[1], encoding="delta")
+        first = touched(checkpoints[1], [*names, "model.norm.weight"], 0.4)
+        second = touched(touched(first, names, 1), names[:2], 0.4)
+        states, cell = [(engine.live(), full.digest)], 0
+        for name in names:
+            grid = CellGrid.of(shapes[name], SCHEMES[scheme].cell(shapes[name]))
+            cell += grid.rows * grid.columns * 4 + 8 + grid.count // 255 + 1
+        for weights, at_most in ((first, cell), (second, 2 * cell)):
+            receipt = trainer.send(weights, encoding="delta", bucket_bytes=1 << 20)
+            assert receipt.details["encoding"] == "delta"
+            padding = 64 * (len(names) + 1)
+            assert cell * 2 // 7 < receipt.wire_bytes < at_most + padding
+            assert same(engine.live(), fresh(engine, checkpoints, weights))
+            states.append((engine.live(), receipt.digest))
+        engine.rollback(DEADLINE)
+        assert same(engine.live(), states[1][0])
+        assert total(engine.digests(DEADLINE).values()) == states[1][1]
+        for weights, encoding in ((first, "full"), (second, "delta"), (checkpoints[1], "delta")):
+            receipt = trainer.send(weights, encoding="delta")
+            assert receipt.details["encoding"] == encoding
+            assert same(engine.live(), fresh(engine, checkpoints, weights))
+        assert receipt.digest == full.digest
+    finally:
+        engine.close()
+
+
+def test_a_delta_shows_what_had_changed_in_memory(engine, checkpoints) -> None:
     trainer, names = Trainer(engine, "inline"), engine.info().quantized
-    assert len(names) == 7
-    full = trainer.send(checkpoints[1], encoding="delta")
-    before = engine.live()
-    weights = dict(checkpoints[1])
-    for name in ("model.norm.weight", names[0]):
-        weights[name] = nudged({name: weights[name]}, 0.02)[name]
-    receipt = trainer.send(weights, encoding="delta")
-    assert receipt.details["encoding"] == "delta"
-    assert weights[names[0]].nbytes < receipt.wire_bytes < full.wire_bytes / 3
-    assert same(engine.live(), fresh(engine, checkpoints, weights))
-    engine.rollback(DEADLINE)
-    assert same(engine.live(), before)
-    assert total(engine.digests(DEADLINE).values()) == full.digest
+    delta = {"encoding": "delta", "bucket_bytes": 1 << 20}
+    trainer.send(checkpoints[1], **delta)
+    for at in (0, -1):  # in a cell that is replaced, and elsewhere
+        model = engine.ranks[0].instances.live
+        storage = model.get_parameter("model.layers.0.mlp.down_proj.weight").data.view(torch.uint8)
+        storage.view(-1)[at] ^= 1
+        weights = touched(checkpoints[1], [n for n in names if "down_proj" in n], 0)
+        with pytest.raises(ChecksumMismatch):
+            trainer.send(weights, **delta)
+        storage.view(-1)[at] ^= 1
+        trainer.send(checkpoints[1], **delta)
+    assert same(engine.live(), fresh(engine, checkpoints, checkpoints[1]))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_cells_of_bfloat16_become_what_the_whole_would(checkpoints, scheme) -> None:
+    names = [n for n in checkpoints[1] if "_proj" in n]
+    changed = touched(nudged(checkpoints[1], 3e-5), names, 1)
+    old, new = ({n: t.bfloat16() for n, t in w.items()} for w in (checkpoints[1], changed))
+    models = ranks_of(checkpoints, scheme, 2, old)
+    wanted = ranks_of(checkpoints, scheme, 2, new)
+    loads, outside = [model.begin_load() for model in models], 0
+    for name in {slot.source for slot in models[0].table.quantized}:
+        grid = CellGrid.of(tuple(new[name].shape), SCHEMES[scheme].cell(tuple(new[name].shape)))
+        cells = encode_cells(old[name].clone(), new[name], grid.cell, 1 << 30)
+        if cells is None:  # so many that the whole is shorter
+            value = new.pop(name)
+        else:
+            coded = cells.coded(compress=True)
+            value = decode_cells(entry_of(name, coded), coded.data)
+            beyond = ~grid.places(grid.corners(value.numbers))[2]
+            value.values[beyond] = 99.0  # is no part of any cell
+            outside += int(beyond.sum())
+        for load in loads:
+            load.feed([(name, value)])
+    assert (outside > 0) == (scheme == "fp8_block")
+    for load, model, want in zip(loads, models, wanted, strict=True):
+        rest = {n: t for n, t in new.items() if n not in {s.source for s in model.table.quantized}}
+        load.feed(rest.items())
+        load.finish()
+        for name, storage in want.storages().items():
+            assert torch.equal(model.storages()[name], storage), name
+
+
+def entry_of(name, coded) -> BucketEntry:
+    entry = BucketEntry(
+        name, coded.dtype, coded.shape, coded.box, 0, coded.nbytes, coded.width, coded.count,
+        coded.inflated, cell=coded.cell,
+    )  # fmt: skip
+    check_header(BucketHeader(0, (entry,), coded.nbytes))
+    return entry
+
+
+def test_cells_that_do_not_fit_are_refused(checkpoints) -> None:
+    [model] = ranks_of(checkpoints, "mxfp4", 1)
+    shape, bare = (256, HIDDEN), torch.zeros(1, dtype=torch.int64)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for wrong, dtype, said in (
+        (name, torch.float32, "has cells of"),
+        ("model.layers.0.self_attn.k_proj.weight", torch.bfloat16, "sent twice"),
+        ("model.embed_tokens.weight", torch.bfloat16, "is not quantised here"),
+        ("model.embed_tokens", torch.bfloat16, "is not quantised here"),
+        ("model.layers.0.self_attn.o_proj.weight", torch.bfloat16, "has shape"),
+    ):
+        patch = CellPatch(shape, dtype, bare, torch.zeros(1, 1, 32, dtype=dtype), bare)
+        with pytest.raises(WeightMismatch, match=said):
+            model.begin_load().feed([(wrong, patch)] * 2)
+    good = BucketEntry(
+        name, torch.bfloat16, shape, Box.full(shape), 0, 73, sparse=1, count=1, cell=(1, 32)
+    )
+    check_header(BucketHeader(0, (good,), 73))
+    for change in (
+        {"cell": (0, 32)}, {"cell": (257, 32)}, {"count": 0}, {"count": 2}, {"nbytes": 72},
+        {"sparse": 3}, {"box": Box((0, 0), (1, 32))}, {"nbytes": 73, "sparse": 2},
+        {"inflated": 73},
+    ):  # fmt: skip
+        bad = replace(good, **change)
+        with pytest.raises(TransferFailed):
+            check_header(BucketHeader(0, (bad,), 73))
+    payload = torch.zeros(73, dtype=torch.uint8)
+    payload[-1] = 254  # it has fewer cells before this one than that
+    assert int(decode_cells(good, payload).numbers) == 254
+    small = replace(good, shape=(2, 32), box=Box.full((2, 32)))
+    with pytest.raises(TransferFailed, match="gaps are not those of 1 cells of 2"):
+        decode_cells(small, payload)
 
 
 def test_shards_of_a_delta_go_in_full_and_the_receipt_says_why(engine, checkpoints) -> None:
@@ -291,6 +411,14 @@ def test_experts_are_quantised_wherever_they_lie(tmp_path, scheme) -> None:
             split.append(alone)
         assert held(live) == held(split) == held(ranks_of_float(config, found[1], scheme))
         assert wanted.keys() == held(live).keys()
+        trainer = Trainer(engine, "inline")
+        trainer.send(found[1], encoding="delta")
+        weights = touched(found[1], [n for n in found[1] if "_proj" in n], 0.6)
+        receipt = trainer.send(weights, encoding="delta")
+        assert receipt.details["encoding"] == "delta"
+        assert receipt.wire_bytes < receipt.num_bytes / 10
+        live = [rank.instances.live for rank in engine.ranks]
+        assert held(live) == held(ranks_of_float(config, weights, scheme))
     finally:
         engine.close()
 
@@ -320,6 +448,14 @@ def test_experts_that_files_stack_are_quantised_one_by_one(tmp_path, arch, schem
         sparse = sum(config.moe.is_sparse(layer) for layer in range(config.num_layers))
         assert sum(".experts.5." in name for name in held(live)) == 2 * sparse
         assert total(engine.digests(DEADLINE).values()) == receipt.digest
+        trainer = Trainer(engine, "inline")
+        trainer.send(found[1], encoding="delta")
+        weights = touched(found[1], [n for n in found[1] if ".experts" in n], 0.6)
+        receipt = trainer.send(weights, encoding="delta")
+        assert receipt.details["encoding"] == "delta"
+        assert receipt.wire_bytes < receipt.num_bytes / 10
+        live = [rank.instances.live for rank in engine.ranks]
+        assert held(live) == held(ranks_of_float(config, weights, scheme))
     finally:
         engine.close()
     [files] = ranks_of_float(config, load_file(tmp_path / "1" / "model.safetensors"), scheme)

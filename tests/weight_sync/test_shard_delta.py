@@ -14,7 +14,7 @@ from trainer_ranks import CountedGathers, DeltaTrainerRanks, rows, whole
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed
 from rollout.kernels import diff_update
 from rollout.testing.faults import Fault, Faulty
-from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weights import Box, SparsePatch
 from rollout.weights.box import interval_boxes
 from rollout.weights.positions import positions_in_whole

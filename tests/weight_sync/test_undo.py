@@ -22,7 +22,7 @@ from rollout.errors import (
     VersionConflict,
 )
 from rollout.models.build import build_model
-from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.publisher import publish
 from rollout.weight_sync.trainer.weight_report import check_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from engine_ranks import Engine
 
-from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.inline import Inline
 

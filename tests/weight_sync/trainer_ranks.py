@@ -10,7 +10,7 @@ import torch
 from trainer import BUCKET
 
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.protocol.delta import DeltaBase
+from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.shard_layout import PlanCache
 from rollout.weights import Box, TensorMeta

@@ -18,7 +18,7 @@ from rollout.models.raw_load import RawLoad
 from rollout.models.weight_load import WeightLoad
 from rollout.weight_sync.protocol.bucket import read_in_place
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
-from rollout.weights import Box, WeightSlot, WeightValue
+from rollout.weights import Box, CellPatch, WeightSlot, WeightValue
 from rollout.weights.components import (
     adapter_component,
     adapter_of,
@@ -65,7 +65,7 @@ class StagedLoad:
         builds_on_live = request.partial or request.encoding == "delta"
         return self._instances.open_shadow(builds_on_live, request.staging, request.components)
 
-    def feed(self, items: Iterable[tuple[str, WeightValue]]) -> None:
+    def feed(self, items: Iterable[tuple[str, WeightValue | CellPatch]]) -> None:
         """Write each item; every value stays as it is until this returns."""
         for part, found in groupby(items, lambda item: _adapter(item[0])):
             load = self._model if part is None else self._loads.get(part)

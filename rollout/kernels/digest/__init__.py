@@ -54,7 +54,7 @@ def digest(values: Tensor, shape: Shape, box: Box, nonfinite: list[int] | None =
     for part, at in _pieces(bits, box):
         if nonfinite is not None and exponent is not None:
             nonfinite[0] += int(((part.long() & exponent) == exponent).sum())
-        total += int(_mix(part, _positions(shape, at, bits.device)).sum())
+        total += int(mix(part, _positions(shape, at, bits.device)).sum())
     return total % 2**64
 
 
@@ -83,7 +83,7 @@ def _positions(shape: Shape, box: Box, device: torch.device) -> Tensor:
     return flat
 
 
-def _mix(values: Tensor, positions: Tensor) -> Tensor:
+def mix(values: Tensor, positions: Tensor) -> Tensor:
     """``mix`` of the wire format; int64 wraps, as it must."""
     bits = values.long()
     if values.dtype in (torch.int16, torch.int32):

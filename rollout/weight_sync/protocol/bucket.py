@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from rollout.errors import TransferFailed
+from rollout.weight_sync.protocol.cells import decode_cells, problem_of_cells
 from rollout.weight_sync.protocol.delta import decode, problem
-from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
-from rollout.weights import Box, SparsePatch, TensorPiece
+from rollout.weight_sync.protocol.messages import NO_CELL, BucketEntry, BucketHeader
+from rollout.weights import Box, CellPatch, SparsePatch, TensorPiece
 from rollout.wire.frames import DTYPES
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
@@ -19,7 +20,7 @@ MAX_NAME = 1024
 MAX_DIMS = 16
 WIRE_DTYPES = frozenset(DTYPES.values())
 
-Unpacked = Tensor | TensorPiece | SparsePatch
+Unpacked = Tensor | TensorPiece | SparsePatch | CellPatch
 
 
 def unpack(
@@ -28,9 +29,9 @@ def unpack(
     """The tensors of one bucket, as views of ``payload`` (uint8 [header.nbytes]); no copies.
 
     A whole tensor comes as a ``Tensor``, a part as a ``TensorPiece``, changes as a ``SparsePatch``
-    (only if the update is ``sparse``); compressed ones may be ``inflate`` bytes long. The header
-    is checked before the first view is made, coded positions before their patch is; raises
-    ``TransferFailed``.
+    or ``CellPatch`` (only if the update is ``sparse``); compressed ones may be ``inflate`` bytes
+    long. The header is checked before the first view is made, coded positions before their patch
+    is; raises ``TransferFailed``.
     """
     check_header(header)
     for entry in header.entries:
@@ -85,7 +86,8 @@ def _views(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Unpacke
     for entry in header.entries:
         raw = payload[entry.offset : entry.offset + entry.nbytes]
         if entry.sparse:
-            yield entry.name, decode(entry, raw)
+            read = decode if entry.cell == NO_CELL else decode_cells
+            yield entry.name, read(entry, raw)
             continue
         values = raw.view(entry.dtype).view(entry.box.shape)
         if entry.box == Box.full(entry.shape):
@@ -125,7 +127,7 @@ def _problem(entry: BucketEntry, end: int, length: int) -> str | None:
     if entry.region is not None:
         return "it lies elsewhere, in a bucket that carries its bytes"
     if entry.sparse:
-        if wrong := problem(entry):
+        if wrong := problem(entry) if entry.cell == NO_CELL else problem_of_cells(entry):
             return wrong
     elif entry.nbytes != entry.box.numel * entry.dtype.itemsize:
         return f"{entry.nbytes} bytes are not {entry.box.shape} of {entry.dtype}"

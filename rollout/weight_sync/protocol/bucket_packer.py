@@ -201,7 +201,7 @@ class BucketPacker:
         self._entries.append(
             BucketEntry(
                 name, delta.dtype, delta.shape, delta.box, start, delta.nbytes,
-                delta.width, delta.count, delta.inflated,
+                delta.width, delta.count, delta.inflated, cell=delta.cell,
             )
         )  # fmt: skip
         self._end = start + delta.nbytes

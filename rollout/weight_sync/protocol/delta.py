@@ -2,7 +2,7 @@
 
 Elements are compared by their bits, so a NaN equals itself and -0.0 differs from 0.0. Changed
 positions are coded as gaps (``kernels/gap_codes``) in 1, 2 or 4 bytes each, whichever is
-shortest. An entry's payload:
+shortest. Of quantised tensors it is ``cells`` that change. An entry's payload:
 
     values  count x dtype | 0..3 bytes | codes, little-endian, 1, 2 or 4 bytes each
 
@@ -14,17 +14,16 @@ tensor: comparing, coding and reading run there. Nothing here loops over element
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rollout.errors import TransferFailed
-from rollout.kernels import decode_gaps, diff_update, encode_gaps, nontemporal_copy
+from rollout.kernels import decode_gaps, diff_update, encode_gaps
 from rollout.kernels.gap_codes import WIDTHS, escape
 from rollout.weight_sync.protocol import zstd
-from rollout.weight_sync.protocol.messages import BucketEntry, UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import NO_CELL, BucketEntry
 from rollout.weights import Box, Shape, SparsePatch
 from rollout.weights.positions import positions_in_whole
 from rollout.wire.frames import tensor_bytes
@@ -43,6 +42,7 @@ class CodedDelta:
     width: int
     data: Tensor  # uint8
     inflated: int = 0  # bytes of ``data`` before compression; 0: it is not compressed
+    cell: tuple[int, int] = NO_CELL  # what was counted, if not elements; see ``cells``
 
     @property
     def nbytes(self) -> int:
@@ -72,17 +72,8 @@ class EncodedDelta:
         """Of ``box`` of a tensor of ``shape``, whose own shape is this one's; None: of a whole."""
         shape = self.shape if shape is None else shape
         box = Box.full(shape) if box is None else box
-        data, inflated = torch.empty(0, dtype=torch.uint8), 0
-        if len(self.values):
-            raw = self.values.view(torch.uint8)
-            squeezed = _squeezed(raw, self.values.dtype, self.codes) if compress else None
-            if squeezed is not None and len(squeezed) < self.nbytes:
-                data, inflated = squeezed, self.nbytes
-            else:
-                data = torch.cat([raw, raw.new_zeros(self.codes_offset - len(raw)), self.codes])
-        return CodedDelta(
-            self.values.dtype, shape, box, len(self.values), self.width, data, inflated
-        )
+        data, before = joined(self.values, self.codes_offset, self.codes, compress=compress)
+        return CodedDelta(self.values.dtype, shape, box, len(self.values), self.width, data, before)
 
 
 def encode(copy: Tensor, new: Tensor, max_bytes: int) -> EncodedDelta | None:
@@ -114,8 +105,7 @@ def decode(entry: BucketEntry, raw: Tensor) -> SparsePatch:
     Raises ``TransferFailed`` unless exactly ``entry.count`` ascending positions lie inside the
     box. Positions are a copy: a peer that still writes to ``raw`` cannot move them.
     """
-    if entry.inflated:
-        raw = _inflated(entry, raw)
+    raw = inflated(entry, raw, entry.count)
     start = codes_offset(entry.count, entry.dtype)
     values = raw[: entry.count * entry.dtype.itemsize].view(entry.dtype)
     numel = entry.box.numel
@@ -144,113 +134,46 @@ def problem(entry: BucketEntry) -> str | None:
     if entry.inflated and entry.nbytes >= entry.inflated:
         return f"{entry.nbytes} bytes that are said to be {entry.inflated} compressed"
     nbytes = entry.inflated or entry.nbytes
-    length = nbytes - codes_offset(entry.count, entry.dtype)
-    escapes = length // entry.sparse - entry.count
-    if length % entry.sparse or not 0 <= escapes <= numel // escape(entry.sparse):
+    if not fit_gaps(entry, nbytes - codes_offset(entry.count, entry.dtype), numel):
         return f"{nbytes} bytes cannot hold {entry.count} changes of {size} bytes"
     return None
 
 
-def _squeezed(raw: Tensor, dtype: torch.dtype, codes: Tensor) -> Tensor | None:
-    """Values and codes as one frame, bytes of equal significance side by side; None: not tried."""
-    if len(raw) + len(codes) < _WORTH:
-        return None
-    planes = raw.view(-1, dtype.itemsize).T.reshape(-1)
-    padding = raw.new_zeros(-len(raw) % 4)
-    frame = bytearray(zstd.compress(tensor_bytes(torch.cat([planes, padding, codes]).cpu())))
-    return torch.frombuffer(frame, dtype=torch.uint8)
+def fit_gaps(entry: BucketEntry, length: int, numel: int) -> bool:
+    """Whether ``length`` bytes can be the gaps of the entry's positions among ``numel``."""
+    escapes = length // entry.sparse - entry.count
+    return length % entry.sparse == 0 and 0 <= escapes <= numel // escape(entry.sparse)
 
 
-def _inflated(entry: BucketEntry, raw: Tensor) -> Tensor:
-    """The bytes before compression; ``problem`` has bounded their number by the tensor's own."""
+def joined(values: Tensor, offset: int, rest: Tensor, *, compress: bool) -> tuple[Tensor, int]:
+    """Flat ``values`` and, from byte ``offset``, the bytes ``rest`` as they travel; and how many
+    bytes that is before compression, 0 where it is not compressed.
+    """
+    if not len(values):
+        return torch.empty(0, dtype=torch.uint8), 0
+    raw, nbytes = values.view(torch.uint8), offset + len(rest)
+    padding = raw.new_zeros(offset - len(raw))
+    if compress and len(raw) + len(rest) >= _WORTH:
+        # Bytes of equal significance side by side.
+        planes = raw.view(-1, values.dtype.itemsize).T.reshape(-1)
+        frame = bytearray(zstd.compress(tensor_bytes(torch.cat([planes, padding, rest]).cpu())))
+        if len(frame) < nbytes:
+            return torch.frombuffer(frame, dtype=torch.uint8), nbytes
+    return torch.cat([raw, padding, rest]), 0
+
+
+def inflated(entry: BucketEntry, raw: Tensor, count: int) -> Tensor:
+    """The bytes of ``count`` values and of what follows them, as before compression; ``problem``
+    has bounded their number by the tensor's own.
+    """
+    if not entry.inflated:
+        return raw
     plain = bytearray(zstd.decompress(tensor_bytes(raw.cpu()), entry.inflated))
     found = torch.frombuffer(plain, dtype=torch.uint8)
-    length = entry.count * entry.dtype.itemsize
+    length = count * entry.dtype.itemsize
     found[:length] = found[:length].view(entry.dtype.itemsize, -1).T.reshape(-1)
     return found.to(raw.device)
 
 
 def codes_offset(count: int, dtype: torch.dtype) -> int:
     return -(-count * dtype.itemsize // 4) * 4
-
-
-@dataclass(slots=True)
-class Committed:
-    """What one rank sent of the version that an engine holds, as it was sent, by (tensor, box).
-
-    ``cut``: how the ranks' shards were cut, "" for whole tensors that one rank sent alone.
-    """
-
-    epoch: int = 0
-    version: int = -1
-    cut: str = ""
-    since_full: int = 0  # commits since the last full one
-    values: dict[tuple[str, Box], Tensor] = field(default_factory=dict)
-
-    def is_live(self, epoch: int, version: int, cut: str = "") -> bool:
-        """Whether anything was kept, and of this version."""
-        kept = (self.epoch, self.version, self.cut)
-        return bool(self.values) and kept == (epoch, version, cut)
-
-    def change(self, name: str, box: Box, values: Tensor, max_bytes: int) -> EncodedDelta | None:
-        """The change of a box against its copy, which becomes ``values``; None: send it whole.
-
-        An update that then fails must drop this object.
-        """
-        held = self.values.get((name, box))
-        if held is None or held.dtype != values.dtype:
-            self.keep(name, box, values)
-            return None
-        return encode(held, values.contiguous(), max_bytes)
-
-    def keep(self, name: str, box: Box, values: Tensor, into: Tensor | None = None) -> None:
-        """Copy a box, ``into`` memory that is no longer needed where that is like it."""
-        if into is None or into.dtype != values.dtype:
-            into = torch.empty(box.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        self.values[name, box] = nontemporal_copy(into, values)
-
-
-class DeltaBase:
-    """The last committed version of one engine, as this rank knows it: one copy in host memory.
-
-    Belongs to whoever talks to the engine (``WeightVerbs``) and lives between updates. An update
-    takes the copy out and puts it back when it has committed; one that fails leaves none, and the
-    next is full. ``rest`` counts the updates for which "auto" will not try again, after it
-    found that most elements change.
-    """
-
-    def __init__(self) -> None:
-        self._committed: Committed | None = None
-        self._lock = threading.Lock()
-        self.rest = 0
-
-    def take(self) -> Committed:
-        with self._lock:
-            taken, self._committed = self._committed, None
-        return taken if taken is not None else Committed()
-
-    def put(self, committed: Committed) -> None:
-        with self._lock:
-            self._committed = committed
-
-    def stays(self, before: WeightInfo, receipt: UpdateReceipt) -> None:
-        """A commit changed no model's weights: copies of what was live are of what is live.
-
-        They are dropped where its version does not follow on ``before``: what other senders
-        committed in between may have changed them.
-        """
-        with self._lock:
-            copies = self._committed
-            if copies is None or not copies.is_live(before.epoch, before.version, copies.cut):
-                return
-            if (receipt.epoch, receipt.version) != (before.epoch, before.version + 1):
-                self._committed = None
-            else:
-                copies.version = receipt.version
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory held now."""
-        with self._lock:
-            held = self._committed.values.values() if self._committed is not None else ()
-            return sum(tensor.nbytes for tensor in held)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weights import Box, Shape, TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
+from rollout.weights.cells import CellGrid
 from rollout.weights.components import POLICY, adapter_of
 from rollout.weights.quantization import SCHEMES, Scheme
 from rollout.wire.codec import (
@@ -47,6 +49,7 @@ STAGING = ("auto", "device", "host", "none")
 MIN_BUCKET_BYTES = 64  # one aligned entry
 MAX_BUCKET_BYTES = 8 << 30
 MAX_OFFER = 1 << 16  # bytes
+NO_CELL = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,7 @@ class WeightInfo:
     # Tensors (``param``) that a trainer may have in memory in the place of those that they hold,
     # where no name tells (``weights.fused_experts.Spellings``).
     spelled: Many[WeightSlot] = field(default=(), metadata=ADDED)
-    # How linears are held, whatever is sent; the tensors of which changes travel whole.
+    # How linears are held, whatever is sent; the tensors of which changes travel in whole cells.
     grid: QuantizationGrid | None = field(default=None, metadata=ADDED)
     quantized: Many[Text] = field(default=(), metadata=ADDED)
     # How many adapters are held, of which rank at most, and the newest version by name.
@@ -123,6 +126,18 @@ class WeightInfo:
         if self.grid is None or "codes" not in self.features:
             return {}
         return held_as(self.grid, self.quantized)
+
+    @property
+    def cells(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns that share a scale, of each tensor of which the engine takes cells."""
+        if "cells" not in self.features:
+            return {}
+        schemes, shapes = self.schemes, {meta.name: meta.shape for meta in self.tensors}
+        return {
+            name: CellGrid.of(shapes[name], scheme.cell(shapes[name])).cell
+            for name, scheme in schemes.items()
+            if prod(shapes[name])
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +240,8 @@ class BucketEntry:
     ``sparse`` is 0 for a box of values. Otherwise the entry overwrites ``count`` elements of the
     box, with their gaps coded in ``sparse`` bytes each; see ``delta``. ``inflated`` is the length
     before compression, 0 if there is none. ``region``: the values are not in the payload but lie
-    row-major from ``offset`` of that region of the bucket, where they are read in place.
+    row-major from ``offset`` of that region of the bucket, where they are read in place. ``cell``:
+    the entry replaces ``count`` cells of so many rows and columns; see ``cells``.
     """
 
     name: Text
@@ -238,6 +254,14 @@ class BucketEntry:
     count: Count = 0
     inflated: Count = 0
     region: Count | None = field(default=None, metadata=ADDED)
+    cell: tuple[Count, Count] = field(default=NO_CELL, metadata=ADDED)
+
+    @property
+    def changed(self) -> int:
+        """How many elements it brings."""
+        if not self.sparse:
+            return self.box.numel
+        return self.count * max(1, self.cell[0] * self.cell[1])
 
 
 @dataclass(frozen=True, slots=True)

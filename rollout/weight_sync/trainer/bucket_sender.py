@@ -323,7 +323,7 @@ class BucketSender:
     def _count(self, header: BucketHeader, nbytes: int, started: float) -> None:
         stats = self._stats
         stats.num_buckets = header.index + 1
-        stats.changed += sum(e.count if e.sparse else e.box.numel for e in header.entries)
+        stats.changed += sum(entry.changed for entry in header.entries)
         stats.wire_bytes += nbytes
         stats.transfer_seconds += time.perf_counter() - started
 

@@ -6,14 +6,15 @@ import os
 from dataclasses import dataclass, replace
 
 from rollout.weight_sync.protocol import zstd
-from rollout.weight_sync.protocol.delta import CodedDelta, Committed, DeltaBase
+from rollout.weight_sync.protocol.committed import Committed, DeltaBase
+from rollout.weight_sync.protocol.delta import CodedDelta
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.local_shards import LocalShards
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.shard_layout import ShardLayout
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.transports import is_near, same_host
-from rollout.weights import Box
+from rollout.weights import Box, TensorMeta
 from rollout.weights.packed_rows import packed_shape
 
 DENSE = 0.5  # of full's bytes: above it "auto" finds that deltas are not worth their memory
@@ -98,7 +99,8 @@ class Encoder:
     ) -> None:  # fmt: skip
         self._options, self._aliases, self._base = options, info.aliases, base
         self._quantized, self._schemes = frozenset(info.quantized), info.schemes
-        self._shapes = {m.name: m.shape for m in info.tensors} if info.quantized else {}
+        self._metas = {m.name: m for m in info.tensors} if info.quantized else {}
+        self._cells = info.cells
         delta = encoding.name == "delta"
         self._copies = copies if delta else Committed()
         self._memory = {} if delta else copies.values  # of old copies, for new ones
@@ -115,21 +117,34 @@ class Encoder:
             if not by_shards:  # they are kept when the update has committed
                 self._keep(piece)
             return piece
-        whole = piece.name in self._quantized
-        if whole and piece.box.shape != tuple(piece.shape):
-            self._copies.keep(piece.name, piece.box, piece.values)
-            return piece
-        if whole:
-            self._forget_other(piece)
+        if piece.name in self._quantized:
+            return self._encode_cells(piece, max_bytes)
         change = self._copies.change(piece.name, piece.box, piece.values, max_bytes)
-        if change is None or (whole and len(change.values)):
+        if change is None:
             return piece
         return change.coded(piece.shape, piece.box, compress=self.encoding.compress)
+
+    def _encode_cells(self, piece: Piece, max_bytes: int) -> Piece | CodedDelta:
+        """What shares a scale with what changed of a quantised tensor's floats; of codes, and
+        where the engine takes no cells, everything if anything changed.
+        """
+        if piece.box.shape != tuple(piece.shape):
+            self._copies.keep(piece.name, piece.box, piece.values)
+            return piece
+        self._forget_other(piece)
+        compress, cell = self.encoding.compress, self._cells.get(piece.name)
+        if cell is not None and _are_floats(piece, self._metas[piece.name]):
+            cells = self._copies.changed_cells(piece.name, piece.values, cell, max_bytes)
+            return piece if cells is None else cells.coded(compress=compress)
+        change = self._copies.change(piece.name, piece.box, piece.values, max_bytes)
+        if change is None or len(change.values):
+            return piece
+        return change.coded(piece.shape, piece.box, compress=compress)
 
     def _forget_other(self, piece: Piece) -> None:
         """Of a tensor that came as codes the copy of its floats, or the other way round: what is
         live is the newest of them."""
-        shape, scheme = self._shapes[piece.name], self._schemes.get(piece.name)
+        shape, scheme = self._metas[piece.name].shape, self._schemes.get(piece.name)
         if scheme is not None:
             shapes = {shape, packed_shape(shape, scheme)} - {tuple(piece.shape)}
             for other in shapes:
@@ -164,6 +179,11 @@ class Encoder:
     def _too_dense(self, receipt: UpdateReceipt) -> bool:
         """Whether "auto" stops keeping copies, as most elements of this update changed."""
         return self._options.encoding == "auto" and receipt.wire_bytes > DENSE * receipt.num_bytes
+
+
+def _are_floats(piece: Piece, held: TensorMeta) -> bool:
+    """Whether a quantised tensor comes as the floats whose digest the engine has."""
+    return (tuple(piece.shape), piece.values.dtype) == (held.shape, held.dtype)
 
 
 def _why_nothing_is_kept(

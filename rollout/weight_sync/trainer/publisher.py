@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout.errors import RolloutError, WeightError
 from rollout.weight_sync.protocol.adapters import check_merged
-from rollout.weight_sync.protocol.delta import Committed, DeltaBase
+from rollout.weight_sync.protocol.committed import Committed, DeltaBase
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.trainer.encoder import Encoder, Encoding, choose_encoding

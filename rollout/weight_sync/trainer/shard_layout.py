@@ -11,7 +11,7 @@ from typing import Any
 from rollout.errors import RolloutError
 from rollout.kernels.region_table import RegionTables
 from rollout.weight_sync.protocol.bucket_packer import InPlaceHeaders
-from rollout.weight_sync.protocol.delta import Committed
+from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.messages import (
     Begun,
     Boxes,

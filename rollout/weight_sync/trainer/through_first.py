@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.delta import CodedDelta
-from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
+from rollout.weight_sync.protocol.messages import NO_CELL, BucketEntry, BucketHeader
 from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import Piece
@@ -44,11 +44,13 @@ class ThroughFirst:
     def add(self, name: str, part: Piece | CodedDelta) -> None:
         if isinstance(part, CodedDelta):
             dtype, blob = part.dtype, part.data
-            coded = (part.width, part.count, part.inflated)
+            coded, cell = (part.width, part.count, part.inflated), part.cell
         else:
             dtype, blob = part.values.dtype, flat_bytes(part.values.cpu().contiguous())
-            coded = (0, 0, 0)
-        entry = BucketEntry(name, dtype, part.shape, part.box, self._end, len(blob), *coded)
+            coded, cell = (0, 0, 0), NO_CELL
+        entry = BucketEntry(
+            name, dtype, part.shape, part.box, self._end, len(blob), *coded, cell=cell
+        )
         self._entries.append(entry)
         self._blobs += [blob, blob.new_zeros(-len(blob) % 8)]
         self._end += -(-len(blob) // 8) * 8
@@ -79,8 +81,9 @@ class ThroughFirst:
         part: Piece | CodedDelta
         if entry.sparse:
             part = CodedDelta(
-                entry.dtype, entry.shape, entry.box, entry.count, entry.sparse, blob, entry.inflated
-            )
+                entry.dtype, entry.shape, entry.box, entry.count, entry.sparse, blob,
+                entry.inflated, entry.cell,
+            )  # fmt: skip
         else:
             values = blob.view(entry.dtype).view(entry.box.shape)
             part = Piece(entry.name, entry.shape, entry.box, values)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import RolloutError, SourceFailed, WeightMismatch
-from rollout.weight_sync.protocol.delta import Committed
+from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.fit import differences
 from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
 from rollout.weight_sync.protocol.rates import measured_rates

@@ -34,7 +34,7 @@ from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weight_sync.versions.store import LocalStore, Store
-from rollout.weights import Box, SparsePatch, TensorMeta, TensorPiece
+from rollout.weights import Box, CellPatch, SparsePatch, TensorMeta, TensorPiece
 from rollout.wire.codec import MAX_DIGEST, from_plain
 
 MANIFEST = "manifest.json"
@@ -186,9 +186,11 @@ def _assembled(items: Iterator[tuple[str, Unpacked]]) -> Iterator[tuple[str, Ten
     whole: Tensor | None = None
     filled = 0
     for name, value in items:
-        if isinstance(value, SparsePatch):
-            if value.box is not None:
-                raise TransferFailed(f"{name!r:.200}: a version's changes are of whole tensors")
+        if isinstance(value, SparsePatch | CellPatch):
+            if isinstance(value, CellPatch) or value.box is not None:
+                raise TransferFailed(
+                    f"{name!r:.200}: a version's changes are of elements of whole tensors"
+                )
             yield name, value
         elif isinstance(value, Tensor):
             yield name, value

@@ -22,7 +22,7 @@ from rollout.errors import (
 )
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
-from rollout.weight_sync.protocol.delta import Committed
+from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.lockstep import Walk, watchdog
 from rollout.weight_sync.trainer.rank_group import RankGroup
