@@ -6,13 +6,13 @@ Makes a random bfloat16 checkpoint of each kind (8 to 16 M parameters; with many
 to be named, 100 to 200 M), loads it in both, and lets them write by turns in one process: A B A B.
 Prints medians, and the ratios of the same round.
 Where it says int8, weights are quantised here, and bfloat16 there; where it says by transformers,
-its own modules run here, too, over our pages and slots.
+its own modules run here, too, over our pages and slots. Where it says images, each prompt begins
+with one (128 x 128 pixels, 16 tokens), which both read anew in each round.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 import time
@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import transformers
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rollout import Rollout, SamplingParams
 
@@ -30,6 +32,17 @@ BASE: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+GPT_OSS = {
+    "num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 128,
+    "sliding_window": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+START, PAD, END = 8189, 8190, 8191  # of an image, and of each of its parts
+TOWER = {
+    "depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4, "patch_size": 16,
+    "out_hidden_size": 256, "deepstack_visual_indexes": [1, 2], "num_position_embeddings": 64,
+}  # fmt: skip
+AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+PATCHES = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
 DEEPSEEK = {
     "intermediate_size": 512, "first_k_dense_replace": 1, "n_routed_experts": 16, "n_group": 4,
     "topk_group": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "kv_lora_rank": 64,
@@ -63,6 +76,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows (Gemma 2)": ("Gemma2", {"intermediate_size": 768, "sliding_window": 64}),
     "experts (Qwen3-MoE)": ("Qwen3Moe", EXPERTS),
     "latent attention, experts (DeepSeek-V3)": ("DeepseekV3", DEEPSEEK),
+    "sinks, windows, experts with biases (gpt-oss)": ("GptOss", GPT_OSS),
+    "images (Qwen3-VL)": ("Qwen3VL", {"intermediate_size": 768, "rope_parameters": AXES}),
     "delta nets, experts (Qwen3-Next)": ("Qwen3Next", DELTA),
     "delta nets, attention (OLMo-Hybrid)": ("OlmoHybrid", OLMO),
     "delta nets by row, latent attention, experts (Kimi-Linear)": ("KimiLinear", KIMI),
@@ -120,15 +135,8 @@ def main() -> None:
 def compare(stem: str, sizes: dict[str, Any], args: argparse.Namespace) -> str:
     """A row: ours against transformers', and the median of the rounds' ratios."""
     with tempfile.TemporaryDirectory() as where:
-        config_stem, _, stem = stem.rpartition("->")
-        config = getattr(transformers, f"{config_stem or stem}Config")(**{**BASE, **sizes})
-        torch.manual_seed(0)
-        made = getattr(transformers, f"{stem}ForCausalLM")(config).to(torch.bfloat16)
-        count = sum(p.numel() for p in made.parameters())
-        made.config.dtype = torch.bfloat16
-        made.save_pretrained(where)
-        del made
-        gc.collect()
+        count = save(where, stem, sizes)
+        sees = stem.endswith("VL")
         loads = [
             (timed(lambda: ours(where, args).shutdown()), timed(lambda: theirs(where)))
             for _ in range(args.rounds)
@@ -139,13 +147,41 @@ def compare(stem: str, sizes: dict[str, Any], args: argparse.Namespace) -> str:
             for batch in args.batches:
                 rounds = []
                 for turn in range(args.rounds + 1):  # the first is for warming up
-                    prompts = torch.randint(0, 8192, (batch, PROMPT)).tolist()
-                    rates = speed(lambda p=prompts: write(engine, p, args.tokens), batch, args)
-                    other = speed(lambda p=prompts: generate(model, p, args.tokens), batch, args)
+                    prompts = torch.randint(0, 8000, (batch, PROMPT)).tolist()
+                    images = pictures(batch) if sees else None
+                    both = prompts, args.tokens, images
+                    rates = speed(lambda x=both: write(engine, *x), batch, args)
+                    other = speed(lambda x=both: generate(model, *x), batch, args)
                     if turn:
                         rounds.append((rates, other))
                 cells.append(cell(rounds, 0, lambda a, b: a / b))
     return " | ".join(cells)
+
+
+def save(where: str, stem: str, sizes: dict[str, Any]) -> int:
+    """Write a model of that kind; how many parameters it has."""
+    config_stem, _, stem = stem.rpartition("->")
+    kind = getattr(transformers, f"{config_stem or stem}Config")
+    torch.manual_seed(0)
+    if stem.endswith("VL"):
+        config = kind(
+            text_config={**BASE, **sizes}, vision_config=TOWER, image_token_id=PAD,
+            vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=True,
+        )  # fmt: skip
+        made = getattr(transformers, f"{stem}ForConditionalGeneration")(config)
+        Qwen2VLImageProcessorPil(**PATCHES).save_pretrained(where)
+    else:
+        config = kind(**{**BASE, **sizes})
+        made = getattr(transformers, f"{stem}ForCausalLM")(config)
+    made = made.to(torch.bfloat16)
+    made.config.dtype = torch.bfloat16
+    made.save_pretrained(where)
+    return sum(p.numel() for p in made.parameters())
+
+
+def pictures(count: int) -> list[Image.Image]:
+    shape = (count, 128, 128, 3)
+    return [Image.fromarray(x.numpy()) for x in torch.randint(0, 256, shape, dtype=torch.uint8)]
 
 
 def cell(rounds: list[tuple[float, float]], digits: int, ratio: Callable[..., float]) -> str:
@@ -162,20 +198,36 @@ def ours(where: str, args: argparse.Namespace) -> Rollout:
 
 
 def theirs(where: str) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16)
-    return model.eval()
+    kind = transformers.AutoModelForCausalLM
+    if transformers.AutoConfig.from_pretrained(where).model_type.endswith("vl"):
+        kind = transformers.AutoModelForImageTextToText
+    return kind.from_pretrained(where, dtype=torch.bfloat16).eval()
 
 
-def write(engine: Rollout, prompts: list[list[int]], tokens: int) -> None:
-    engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+def write(
+    engine: Rollout, prompts: list[list[int]], tokens: int, images: list[Image.Image] | None
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    if images is None:
+        engine.generate(prompts, params)
+    else:
+        prompts = [[START, PAD, END, *ids] for ids in prompts]
+        engine.generate(prompts, params, images=[[image] for image in images])
 
 
 @torch.inference_mode()
-def generate(model: Any, prompts: list[list[int]], tokens: int) -> None:
+def generate(
+    model: Any, prompts: list[list[int]], tokens: int, images: list[Image.Image] | None
+) -> None:
+    seen: dict[str, Any] = {}
+    if images is not None:
+        seen = dict(Qwen2VLImageProcessorPil(**PATCHES)(images=images, return_tensors="pt"))
+        prompts = [[START, *[PAD] * 16, END, *ids] for ids in prompts]
+        seen["mm_token_type_ids"] = (torch.tensor(prompts) == PAD).int()
     ids = torch.tensor(prompts)
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-        do_sample=False, eos_token_id=None, pad_token_id=0,
+        do_sample=False, eos_token_id=None, pad_token_id=0, **seen,
     )  # fmt: skip
 
 
