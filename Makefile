@@ -13,8 +13,9 @@ PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope
 
 .PHONY: demo test quick more clients browser soak cards docs lint types unit install clean
 
+# REPLICAS=2: on a fleet of as many engines, updated as one.
 demo: $(STAMP)
-	$(BIN)/python trainer_examples/grpo_fsdp2.py
+	$(BIN)/python trainer_examples/grpo_fsdp2.py --replicas $(or $(REPLICAS),1)
 
 # What every commit must pass, in 15 minutes on two idle cores.
 # mypy runs beside the tests, which often wait.

@@ -25,5 +25,10 @@ def child_environment(
     return {**(defaults or {}), **env, **settings}
 
 
+def hub_tokens() -> dict[str, str]:
+    """Those of this environment: settings of a child that fetches its model itself."""
+    return {name: value for name, value in os.environ.items() if name in _OF_THE_HUB}
+
+
 def _is_token(name: str) -> bool:
     return name in _OF_THE_HUB or (name.startswith("ROLLOUT_") and "TOKEN" in name.split("_"))

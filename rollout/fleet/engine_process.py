@@ -1,4 +1,4 @@
-"""``rollout serve`` as a child process: it ends with its parent, however that ends."""
+"""``rollout serve`` or ``fleet`` as a child process: it ends with its parent, however that ends."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ END_WAIT = 10.0  # seconds in which it ends by itself
 _KEPT = 5  # lines of its log
 
 
-class EngineProcess:
-    """``rollout serve WORDS`` at free ports of ``host``, under ``name`` in the log.
+class ServiceProcess:
+    """``rollout WORDS``, a service, under ``name`` in the log.
 
     ``settings``: of its environment. ``OSError`` where it cannot be started. Thread-safe.
     """
 
-    def __init__(
-        self, name: str, words: Sequence[str], settings: Mapping[str, str], host: str = LOOPBACK
-    ) -> None:
+    def __init__(self, name: str, words: Sequence[str], settings: Mapping[str, str]) -> None:
         self._name, self._last = name, deque[str](maxlen=_KEPT)
+        self.http = ""
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "rollout", "serve", *words, "--host", host),
-                *("--port", "0", "--grpc-port", "0", "--exit-with-stdin"),
-            ],
+            [sys.executable, "-P", "-m", "rollout", *words, "--exit-with-stdin"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             errors="replace", env=child_environment(settings),
             start_new_session=True,  # Ctrl-C is its parent's to tell it of
@@ -51,7 +47,9 @@ class EngineProcess:
         return self._process.pid
 
     def ready(self) -> str:
-        """Blocks; the "host:port" of its gRPC server. ``WorkerDied`` where it did not get ready."""
+        """Blocks; the "host:port" of its gRPC server, after which ``http`` is that of the other.
+        ``WorkerDied`` where it did not get ready.
+        """
         assert self._process.stdout is not None
         late = threading.Timer(START_LIMIT, self._process.kill)
         late.daemon = True
@@ -66,7 +64,12 @@ class EngineProcess:
                 f"{self._name} ended with status {status} before it was ready; the end of its log: "
                 f"{self._last[-1] if self._last else 'there is none'}"
             )
+        self.http = words[1].removeprefix("http=")
         return words[2].removeprefix("grpc=")
+
+    def ended(self) -> int | None:
+        """Its status, if it has ended."""
+        return self._process.poll()
 
     def wait(self) -> int:
         """Blocks until it has ended; its status."""
@@ -84,6 +87,16 @@ class EngineProcess:
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+class EngineProcess(ServiceProcess):
+    """``rollout serve WORDS`` at free ports of ``host``."""
+
+    def __init__(
+        self, name: str, words: Sequence[str], settings: Mapping[str, str], host: str = LOOPBACK
+    ) -> None:
+        at = ("--host", host, "--port", "0", "--grpc-port", "0")
+        super().__init__(name, ["serve", *words, *at], settings)
 
 
 def pass_on(name: str, lines: TextIO, last: deque[str]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.config import EngineConfig
+from rollout.distributed.child_environment import hub_tokens
 from rollout.engine.executors.ray import connected, free, is_placed, named, passed_on
 from rollout.errors import EngineClosed, RolloutError, WorkerDied
 from rollout.fleet.engine_process import END_WAIT, EngineProcess
@@ -228,7 +229,8 @@ class MemberActor:
         if os.path.isdir(directory):
             os.chdir(directory)  # relative paths mean what they mean where the front runs
         host = str(ray.util.get_node_ip_address())
-        self._process = EngineProcess(name, words, {"ROLLOUT_TOKEN": token}, host)
+        settings = {"ROLLOUT_TOKEN": token, **hub_tokens()}
+        self._process = EngineProcess(name, words, settings, host)
 
     def ready(self) -> str:
         return self._process.ready()

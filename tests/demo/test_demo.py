@@ -43,6 +43,27 @@ def test_three_steps_learn_and_the_service_holds_what_was_learnt(
 
 
 @pytest.mark.more
+def test_the_same_demo_trains_on_a_fleet(half_right: Path, tmp_path: Path) -> None:
+    """As `make demo REPLICAS=2` starts it."""
+    rules = subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo", "REPLICAS=2"],
+        cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    [line] = [line for line in rules.splitlines() if "grpo_fsdp2.py" in line]
+    flags = line.split()[2:]
+    assert flags == ["--replicas", "2"]
+    done = subprocess.run(
+        [*command(tmp_path), *flags, "--start", str(half_right), "--steps", "2"],
+        capture_output=True, text=True, timeout=270, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["steps"], summary["version_first"], summary["version_last"]) == (2, 0, 2)
+    assert summary["max_logprob_diff"] <= 1e-4
+    check_learnt(half_right, tmp_path / "checkpoint", summary)
+
+
+@pytest.mark.more
 def test_nothing_outlives_a_demo_that_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*command(tmp_path), "--warmup-steps", "5", "--steps", "100000"],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -17,7 +20,9 @@ from rollout.cli.service import LAST_WORD
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
-NOT_OF_THE_API = {"ServiceMonitor", "Kustomization"}
+OPERATORS = {kind: Path(__file__).parent / "crds" / f"{kind}.json" for kind in (
+    "RayService", "ServiceMonitor"
+)}  # fmt: skip
 
 
 def documents() -> list[tuple[str, dict[str, Any]]]:
@@ -30,15 +35,115 @@ def documents() -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("where", "document"), documents(), ids=lambda value: str(value)[:60])
 def test_every_document_has_the_apis_schema(where: str, document: dict[str, Any]) -> None:
-    assert document["metadata" if "metadata" in document else "resources"], where
-    if document["kind"] not in NOT_OF_THE_API:
+    assert document.get("metadata") or document.get("resources") or document["patches"], where
+    if document["kind"] not in ("Kustomization", "Component"):
+        check(document)
+
+
+def check(document: dict[str, Any]) -> None:
+    """By the API's schema, or the one of the operator whose resource it is."""
+    if document["kind"] not in OPERATORS:
         kubernetes_validate.validate(document, "1.34", strict=True)
+        return
+    schema = strict(json.loads(OPERATORS[document["kind"]].read_text()))
+    jsonschema.Draft202012Validator(schema).validate(document)
+    for template in pod_templates(document):
+        name = {"name": "of-a-pod"}
+        check({"apiVersion": "v1", "kind": "PodTemplate", "metadata": name, "template": template})
 
 
-def test_a_wrong_document_is_found() -> None:
-    document = next(d for where, d in documents() if where.endswith("engine.yaml:StatefulSet"))
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate({**document, "spec": {"replica": 1}}, "1.34", strict=True)
+def strict(schema: Any) -> Any:
+    """What a schema does not name is a mistake: the API server would drop it."""
+    if not isinstance(schema, dict):
+        return schema
+    schema = {name: strict(inner) for name, inner in schema.items()}
+    if schema.pop("x-kubernetes-int-or-string", False):
+        return {"type": ["integer", "string"]}
+    free = schema.pop("x-kubernetes-preserve-unknown-fields", False)
+    whole = schema.get("properties", {}).get("metadata") == {"type": "object"}
+    if whole:  # that of every resource
+        schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
+    if isinstance(schema.get("properties"), dict) and not free:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def pod_templates(document: Any) -> list[dict[str, Any]]:
+    """Wherever they are in it."""
+    if isinstance(document, list):
+        return [found for inner in document for found in pod_templates(inner)]
+    if not isinstance(document, dict):
+        return []
+    here = [document["template"]] if "template" in document else []
+    return here + [found for inner in document.values() for found in pod_templates(inner)]
+
+
+def of_kind(name: str, kind: str) -> dict[str, Any]:
+    """The first of it in that file."""
+    return next(d for where, d in documents() if where == f"kubernetes/{name}:{kind}")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "path", "wrong"),
+    [
+        ("engine/engine.yaml", "StatefulSet", "spec/replica", 1),
+        ("monitoring/monitor.yaml", "ServiceMonitor", "spec/endpoints/0/intervall", "15s"),
+        ("monitoring/monitor.yaml", "ServiceMonitor", "spec/endpoints/0/interval", "a while"),
+        ("kuberay/service.yaml", "RayService", "spec/serveConfig", "applications: []"),
+        ("kuberay/service.yaml", "RayService", "spec/upgradeStrategy/kind", "None"),
+        (
+            "kuberay/service.yaml", "RayService",
+            "spec/rayClusterConfig/headGroupSpec/template/spec/containers/0/port", 1,
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_document_is_found(name: str, kind: str, path: str, wrong: Any) -> None:
+    document = of_kind(name, kind)
+    *parents, last = path.split("/")
+    inner: Any = document
+    for step in parents:
+        inner = inner[int(step) if step.isdigit() else step]
+    inner[last] = wrong
+    with pytest.raises(jsonschema.ValidationError):
+        check(document)
+
+
+def test_pods_have_an_account_without_rights_and_without_its_token() -> None:
+    """Nothing here calls Kubernetes' API, so there is no Role."""
+    accounts = [d for _, d in documents() if d["kind"] == "ServiceAccount"]
+    assert all(account["automountServiceAccountToken"] is False for account in accounts)
+    names = {account["metadata"]["name"] for account in accounts}
+    pods = [t["spec"] for _, d in documents() for t in pod_templates(d)]
+    assert len(pods) == 4
+    for pod in pods:
+        assert pod["serviceAccountName"] in names
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"]
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert not {"Role", "RoleBinding", "ClusterRole"} & {d["kind"] for _, d in documents()}
+
+
+def test_the_fleet_on_ray_is_started_with_flags_that_there_are() -> None:
+    spec = of_kind("kuberay/service.yaml", "RayService")["spec"]
+    config, cluster = yaml.safe_load(spec["serveConfigV2"]), spec["rayClusterConfig"]
+    [application] = config["applications"]
+    module, name = application["import_path"].split(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    args = make_parser().parse_known(["fleet", *application["args"]["fleet"], "--ray"])
+    head, [engines] = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    [container] = head["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert (args.port, args.grpc_port, args.host) == (ports["http"], ports["grpc"], "0.0.0.0")
+    assert config["http_options"]["port"] == ports["serve"]
+    assert (engines["replicas"], engines["maxReplicas"]) == (args.replicas, args.max_replicas)
+    [worker] = engines["template"]["spec"]["containers"]
+    assert int(worker["resources"]["limits"]["cpu"]) == args.num_threads, "one engine for each"
+    [wants] = [deployment["ray_actor_options"] for deployment in application["deployments"]]
+    has = json.loads(json.loads(head["rayStartParams"]["resources"].strip("'")))
+    assert wants["resources"] == has
+    constraints = (DEPLOY.parent / "constraints.txt").read_text()
+    assert f"ray=={cluster['rayVersion']}\n" in constraints
 
 
 def test_containers_are_started_with_flags_that_there_are() -> None:
@@ -91,20 +196,24 @@ def test_the_fronts_engines_are_those_of_the_set() -> None:
     assert names == [f"rollout-engine-{n}.rollout-engine" for n in range(count)]
 
 
+def build(folder: Path) -> list[dict[str, Any]]:
+    command = ["kubectl", "kustomize", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return list(yaml.safe_load_all(done.stdout))
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
-@pytest.mark.parametrize("name", ["engine", "fleet", "fleet-tls", "monitoring"])
+@pytest.mark.parametrize("name", ["engine", "fleet", "fleet-tls", "kuberay", "monitoring"])
 def test_kustomize_builds_it(name: str, tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES, tmp_path / "k")
     for file in ("tls.crt", "tls.key"):  # whoever applies it brings them
-        for folder in ("fleet", "fleet-tls"):
+        for folder in ("fleet", "fleet-tls", "kuberay"):
             (tmp_path / "k" / folder / file).write_text("a certificate")
     (tmp_path / "k" / "fleet-tls" / "ca.crt").write_text("an authority")
-    built = subprocess.run(
-        ["kubectl", "kustomize", str(tmp_path / "k" / name)],
-        capture_output=True, text=True, timeout=60, check=True,
-    ).stdout  # fmt: skip
-    kinds = [document["kind"] for document in yaml.safe_load_all(built)]
-    assert kinds
+    found = build(tmp_path / "k" / name)
+    for document in found:
+        check(document)
+    kinds = [document["kind"] for document in found]
     if name.startswith("fleet"):
         assert kinds.count("StatefulSet") == 2
         assert "PodDisruptionBudget" in kinds
@@ -116,3 +225,14 @@ def test_the_image_installs_what_it_copies() -> None:
         for name in line.split():
             there = list(DEPLOY.parent.glob(name))
             assert there or name.endswith("*"), name
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_the_component_gives_engines_a_gpu(tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES, tmp_path / "k")
+    kustomization = tmp_path / "k" / "engine" / "kustomization.yaml"
+    kustomization.write_text(kustomization.read_text() + "components: [../gpu]\n")
+    [engine] = [d for d in build(kustomization.parent) if d["kind"] == "StatefulSet"]
+    check(engine)
+    [container] = engine["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 1}
