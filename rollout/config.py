@@ -166,6 +166,11 @@ class EngineConfig:
         "of what is free after the shadow)",
         least=1,
     )
+    gpu_memory_utilization: float | None = _setting(
+        None,
+        "share of a GPU's memory, above 0 and up to 1, for the weights, staging and KV cache of "
+        "this engine (default: the KV cache takes nine tenths of what these leave free)",
+    )
     state_cache_bytes: int | None = _setting(
         None,
         "bytes of recurrent states of each rank, where the model has them: half for the sequences "
@@ -357,6 +362,11 @@ class EngineConfig:
         for name in ("timeout", "start_timeout"):
             if problem := timeout_problem(getattr(self, name)):
                 raise ConfigError(f"{name} {problem}")
+        share = self.gpu_memory_utilization
+        if share is not None and (type(share) not in (int, float) or not 0 < share <= 1):
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {share!r:.80}"
+            )
         if self.executor == "inline" and self.tensor_parallel_size > 1:
             raise ConfigError(
                 "executor='inline' runs one rank; use executor='multiprocess' for "

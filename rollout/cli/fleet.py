@@ -25,7 +25,7 @@ from rollout.cli.flags import (
     model_of,
     refuse_engine_flags,
 )
-from rollout.cli.service import LISTENING, Up, listening_of, run_service
+from rollout.cli.service import Up, add_listening, check_slots, listening_of, run_service
 from rollout.config import timeout_problem
 from rollout.errors import ConfigError
 from rollout.rpc.address import split_address
@@ -180,7 +180,7 @@ def add_fleet(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
         "machine's)",
     )  # fmt: skip
     add_rows(parser.add_argument_group("fleet"), FLEET)
-    add_rows(parser.add_argument_group("listening"), LISTENING)
+    add_listening(parser)
     add_engine_flags(parser)
 
 
@@ -200,6 +200,11 @@ def serve_fleet(args: argparse.Namespace) -> int:
     refuse_engine_flags(args, "--engine", _FRONTS)
     if given := [f"--{n}" for n in _OF_RAY if getattr(args, n.replace("-", "_")) not in (None, 1)]:
         raise ConfigError(f"{', '.join(given)}: of engines that --ray starts, not of --engine")
+    if args.lora_modules:  # a front that is started again would undo what was trained since
+        raise ConfigError(
+            "--lora-modules is of engines that this command starts: load adapters of those at "
+            "--engine by /v1/load_lora_adapter"
+        )
     named: set[tuple[str, int]] = set()
     for address in args.engine:
         if (where := split_address(address)) in named:
@@ -223,6 +228,7 @@ def _serve_on_ray(args: argparse.Namespace) -> int:
             "--ray starts end with the front, and get a token of their own"
         )
     at = listening_of(args)
+    check_slots(at, config)
     return asyncio.run(run_service(args, serving_on_ray(config, at, args)))
 
 

@@ -19,7 +19,7 @@ from rollout.cli.flags import (
     model_of,
 )
 from rollout.cli.fleet import REPLICAS, serving_replicas
-from rollout.cli.service import LISTENING, Up, listening_of, run_service
+from rollout.cli.service import Up, add_listening, check_slots, listening_of, run_service
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError
 
@@ -41,7 +41,7 @@ def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
     """Register the command; ``add_command`` makes a subparser as the others have it."""
     parser = add_command(commands, "serve", serve, "serve a model over HTTP and gRPC")
     add_model(parser)
-    add_rows(parser.add_argument_group("listening"), (*LISTENING, *ONE_ENGINE))
+    add_listening(parser, *ONE_ENGINE)
     add_rows(parser.add_argument_group("several engines"), REPLICAS)
     add_engine_flags(parser)
 
@@ -50,6 +50,7 @@ def serve(args: argparse.Namespace) -> int:
     """See ``run_service``; status 1 when a rank died, unless ``--on-death serve``."""
     config = engine_config(args, model=model_of(args), progress=sys.stderr.isatty())
     at = listening_of(args)
+    check_slots(at, config)
     if args.replicas < 1:
         raise ConfigError("--replicas must be 1 or more")
     if args.follow is not None:

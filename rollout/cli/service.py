@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollout.cli.flags import TOKEN, Row, environment, token_of
+from rollout.cli.flags import TOKEN, Row, add_rows, environment, token_of
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, EngineClosed, RolloutError
 from rollout.rpc.status import MAX_BODY
@@ -25,6 +25,7 @@ from rollout.rpc.tls import ServerTls
 
 if TYPE_CHECKING:
     from rollout.api.backend import Backend
+    from rollout.config import EngineConfig
     from rollout.errors import WorkerDied
     from rollout.server.http.answers import AnswerDefaults
     from rollout.server.http.open_routes import OpenRoutes
@@ -57,6 +58,9 @@ LISTENING: tuple[Row, ...] = (
      "address of the open routes: this machine's in the trainer's network"),
     ("--open-port", "N", None, "their port; 0 picks a free one, which the log names"),
     ("--max-body-bytes", "N", MAX_BODY, "largest request that is read, HTTP or gRPC"),
+    ("--root-path", "PATH", "",
+     "path under which a proxy has put this server: HTTP answers there, too"),
+    ("--response-role", "NAME", "assistant", "role of the messages that chats are answered with"),
     ("--logprobs-mode", ("raw_logprobs", "processed_logprobs"), "raw_logprobs",
      "what HTTP requests that do not say get in OpenAI's field: raw_logprobs (the model's own) or "
      "processed_logprobs (of the distribution sampled from, as TRL wants them)"),
@@ -106,8 +110,29 @@ def listening_of(args: argparse.Namespace) -> Listening:
         host=args.host, port=args.port, grpc_port=args.grpc_port,
         tokens=Tokens(generation=token_of(args), control=control), tls=_server_tls(args),
         insecure=args.insecure, open_routes=_open_routes(args), answers=_answers(args),
-        max_body_bytes=args.max_body_bytes,
+        max_body_bytes=args.max_body_bytes, root_path=args.root_path,
+        adapters=_adapters(args.lora_modules),
     )  # fmt: skip
+
+
+def add_listening(parser: argparse.ArgumentParser, *more: Row) -> None:
+    """The flags of what serves; ``more`` of one kind of it."""
+    group = parser.add_argument_group("listening")
+    add_rows(group, (*LISTENING, *more))
+    group.add_argument(
+        "--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=PATH",
+        help="adapters (PEFT directories) to load before anything is served; they take slots of "
+        "--max-adapters",
+    )  # fmt: skip
+
+
+def check_slots(at: Listening, config: EngineConfig) -> None:
+    """Raises ``ConfigError`` where adapters to begin with have no slots."""
+    if len(at.adapters) > config.max_adapters:
+        raise ConfigError(
+            f"--lora-modules names {len(at.adapters)} adapters, and --max-adapters "
+            f"{config.max_adapters} has slots for no more: raise it"
+        )
 
 
 async def run_service(args: argparse.Namespace, service: AbstractAsyncContextManager[Up]) -> int:
@@ -167,6 +192,19 @@ async def run_service(args: argparse.Namespace, service: AbstractAsyncContextMan
     os._exit(128 + signals[0] if signals else 0)
 
 
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+    """By name; raises ``ConfigError``."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, _, path = each.partition("=")
+        if not name or not path:
+            raise ConfigError(f"--lora-modules takes NAME=PATH, not {each!r}")
+        if name in found:
+            raise ConfigError(f"--lora-modules {name} is given twice")
+        found[name] = path
+    return found
+
+
 def _open_routes(args: argparse.Namespace) -> OpenRoutes | None:
     from rollout.server.http.open_routes import OpenRoutes
 
@@ -187,6 +225,7 @@ def _answers(args: argparse.Namespace) -> AnswerDefaults:
         reasoning_parser=args.reasoning_parser,
         routed_experts=args.enable_return_routed_experts,
         sampling_mask=args.return_sampling_mask,
+        response_role=args.response_role,
     )
 
 

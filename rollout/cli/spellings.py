@@ -38,7 +38,7 @@ _SHORT = {"-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
 REFUSED: Mapping[str, str] = {
     flag: ENGINE.why_refused(name, as_flag) or ""
     for flag, name in [*((as_flag(name), name) for name in ENGINE.refused), *_SHORT.items()]
-    if flag != "--logprobs-mode"  # of `serve` it is one
+    if flag not in ("--logprobs-mode", "--lora-modules")  # of `serve` they are
 }
 
 

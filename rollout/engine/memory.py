@@ -19,6 +19,13 @@ def available_bytes(device: torch.device) -> int:
     return min(_machine_bytes(), _cgroup_bytes())
 
 
+def total_bytes(device: torch.device) -> int:
+    """Bytes that a GPU has; of a CPU what ``available_bytes`` says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return available_bytes(device)
+
+
 def release_unused(device: torch.device) -> None:
     """Return freed memory to the device or the operating system."""
     gc.collect()

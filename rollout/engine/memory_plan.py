@@ -106,13 +106,15 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
 
     A reply has ``free_bytes`` (now, with the weights loaded), ``weight_bytes``, ``kv_block_bytes``
     and ``device``, maybe ``pending_bytes`` of incomplete quantised tensors; on a device of its own
-    also ``host_free_bytes``, of a model with recurrent states ``state_slot_bytes``. The shadow's
-    bytes are reserved first unless ``staging="none"``, and those of ``undo``, then those of states.
-    A ``max_model_len`` that was asked for
-    must fit; one that was not is cut to what fits. Raises ``ConfigError`` with the sizes.
+    also ``total_bytes`` and ``host_free_bytes``, of a model with recurrent states
+    ``state_slot_bytes``. The shadow's bytes are reserved first unless ``staging="none"``, and those
+    of ``undo``, then those of states. A ``max_model_len`` that was asked for must fit; one that was
+    not is cut to what fits. Raises ``ConfigError`` with the sizes.
     """
     for reply in ranks:
         _spare(config, reply, len(ranks))
+        if config.gpu_memory_utilization is not None and _on_cpu(reply):
+            raise ConfigError("gpu_memory_utilization is of GPUs: on a CPU use kv_cache_bytes")
     wanted = config.max_model_len or longest
     if wanted > longest:
         raise ConfigError(
@@ -197,7 +199,28 @@ def _affordable(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) 
     spare = _spare(config, reply, num_ranks)
     if _on_cpu(reply):
         return min(CPU_DEFAULT_BYTES, int(spare * CPU_SHARE)) // block_bytes
-    return int(spare * DEVICE_SHARE) // block_bytes
+    return min(int(spare * DEVICE_SHARE), _allowed(config, reply)) // block_bytes
+
+
+def _allowed(config: EngineConfig, reply: Mapping[str, Any]) -> int:
+    """Of ``gpu_memory_utilization``, what is left for the KV cache on the reply's device."""
+    share = config.gpu_memory_utilization
+    if share is None:
+        return int(reply["free_bytes"])
+    whole = int(share * int(reply["total_bytes"]))
+    taken = int(reply["weight_bytes"]) + int(reply.get("adapter_bytes", 0)) + _beside(config, reply)
+    if taken >= whole:
+        raise ConfigError(
+            f"gpu_memory_utilization={share} is {mib(whole)} of {reply['device']}, and weights and "
+            f"staging take {mib(taken)}: raise it, or use staging='host' or more ranks"
+        )
+    return whole - taken
+
+
+def _beside(config: EngineConfig, reply: Mapping[str, Any]) -> int:
+    """What lies on a GPU beside live weights and KV cache."""
+    shadow = 0 if config.staging == "host" else _staging_bytes(config, reply)
+    return shadow + int(reply.get("state_bytes", 0)) + int(reply.get("graph_bytes", 0))
 
 
 def _spare(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> int:
@@ -215,7 +238,7 @@ def _spare(config: EngineConfig, reply: Mapping[str, Any], num_ranks: int) -> in
     on_host = shadow if config.staging == "host" else 0
     _check_room(config, shadow - on_host, 0, free, f" on {reply['device']}")
     _check_room(config, on_host, undo, host_free, " of host memory")
-    return free - (shadow - on_host) - states - int(reply.get("graph_bytes", 0))
+    return free - _beside(config, reply)
 
 
 def _check_room(config: EngineConfig, shadow: int, undo: int, free: int, where: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel, check_dtype, choose_device
 from rollout.engine.kv_cache import KVShape
-from rollout.engine.memory import available_bytes
+from rollout.engine.memory import available_bytes, total_bytes
 from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.state_cache import StateShape
@@ -126,6 +126,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     free_then = free - taken - adapters * (ranks if device.type == "cpu" else 1)
     rank = {
         "free_bytes": free_then,
+        "total_bytes": total_bytes(device),
         "host_free_bytes": available_bytes(torch.device("cpu")),
         "weight_bytes": weight_bytes,
         "pending_bytes": tables[0].pending * dtype.itemsize,

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +28,7 @@ from rollout.server.auth import Tokens, check_encrypted
 from rollout.server.http.answers import AnswerDefaults, TokenText, token_id_text
 from rollout.server.http.app import build_app
 from rollout.server.http.open_routes import OpenRoutes
+from rollout.server.http.root_path import RootPath, check_root_path
 
 log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that open HTTP connections get at the end
@@ -56,8 +57,9 @@ class Listening:
 
     ``tls`` encrypts both; with its ``client_ca`` only clients with a certificate are let in.
     ``insecure`` allows a host beyond loopback without it. ``open_routes`` answer without a token at
-    an address of their own. ``max_body_bytes``: of one request. Raises ``ConfigError`` for an open
-    host without a token.
+    an address of their own. ``max_body_bytes``: of one request. HTTP also answers under
+    ``root_path``. ``adapters``: PEFT directories by name, loaded before anything is served. Raises
+    ``ConfigError`` for an open host without a token.
     """
 
     host: str = LOOPBACK
@@ -69,8 +71,11 @@ class Listening:
     open_routes: OpenRoutes | None = None
     answers: AnswerDefaults | None = None
     max_body_bytes: int = MAX_BODY
+    root_path: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_root_path(self.root_path)
         encrypted = self.tls is not None
         self.tokens.check_host(self.host, tls=encrypted, insecure=self.insecure)
         if self.max_body_bytes < 1:
@@ -110,8 +115,12 @@ async def serving_over(rollout: AsyncRollout, at: Listening) -> AsyncIterator[tu
             listen(at.host, at.grpc_port, "gRPC").close()
         stack.push_async_callback(rollout.shutdown)
         for sock, app in apps:  # before the load, so that /health can say that it goes on
-            await stack.enter_async_context(_http(rollout.backend, app, sock, context))
+            await stack.enter_async_context(
+                _http(rollout.backend, RootPath(app, at.root_path), sock, context)
+            )
         await rollout.start()
+        for name, path in at.adapters.items():
+            await rollout.load_lora_adapter(name, path)
         grpc = await rollout.serve(
             at.host, at.grpc_port, token=at.tokens.generation, control_token=at.tokens.control,
             tls=at.tls, insecure=at.insecure, max_body_bytes=at.max_body_bytes,
@@ -162,7 +171,7 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 @asynccontextmanager
 async def _http(
-    backend: Backend, app: FastAPI, sock: socket.socket, context: ssl.SSLContext | None
+    backend: Backend, app: RootPath, sock: socket.socket, context: ssl.SSLContext | None
 ) -> AsyncIterator[None]:
     settings = uvicorn.Config(
         app,

@@ -150,10 +150,6 @@ def _explained(method: Any, spellings: Spellings, error: type[Exception]) -> Any
     return iterated if isasyncgenfunction(method) else verb
 
 
-_FRACTION = (
-    "no fraction of the memory is set here: the KV cache takes what the weights and their shadow "
-    "leave free; use {kv_cache_bytes} (of each rank) for another size"
-)
 _ALWAYS = "leave it out: it is always so here"
 _HEADS = (
     "the architecture says what is served; {task} classify or reward refuses another one at the "
@@ -162,7 +158,7 @@ _HEADS = (
 _REPLICAS = "use `rollout serve --replicas N`: engines behind one address, updated as one"
 _LOADED = (
     "start with {max_adapters} N, and load them by load_lora_adapter (over HTTP "
-    "/v1/load_lora_adapter, under a --weight-dir)"
+    "/v1/load_lora_adapter, under a --weight-dir; `rollout serve` has --lora-modules, too)"
 )
 _NO_PIPELINE = "there is no pipeline parallelism: use {tensor_parallel_size}"
 _NO_CORS = "the server sends no CORS headers: use a proxy"
@@ -184,6 +180,7 @@ ENGINE = Spellings(
         "max_loras_per_batch": "max_adapters",
         "num_gpu_blocks_override": "num_kv_blocks",
         "kv_cache_memory_bytes": "kv_cache_bytes",
+        "mem_fraction_static": "gpu_memory_utilization",
         "random_seed": "seed",
         "enforce_eager": ("cuda_graphs", "off"),
         "disable_cuda_graph": ("cuda_graphs", "off"),
@@ -192,8 +189,6 @@ ENGINE = Spellings(
         "enable_fp32_lm_head": ("head_dtype", "float32"),
     },
     refused={
-        "gpu_memory_utilization": _FRACTION,
-        "mem_fraction_static": _FRACTION,
         "enable_chunked_prefill": _ALWAYS,
         "enable_sleep_mode": _ALWAYS,
         "enable_memory_saver": _ALWAYS + " (sleep and wake_up need no setting)",

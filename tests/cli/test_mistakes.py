@@ -46,11 +46,22 @@ def test_unknown_flags_name_the_nearest(run: Run, tiny: Path) -> None:
     refused(run("serve", tiny, "--modle", tiny), "did you mean --model?")
     refused(run("serve", tiny, "--temprature", 1), "did you mean --temperature? It is a flag of `")
     refused(run("serve", tiny, "--quant", "int8"), "did you mean --quantization?")
-    for far in ("--lora", "--temp", "--gpu-memory", "--verbose", "--debug"):
+    refused(run("serve", tiny, "--gpu-memory", 1), "did you mean --gpu-memory-utilization?")
+    for far in ("--lora", "--temp", "--verbose", "--debug"):
         refused(run("serve", tiny, far, 1), f"unknown argument {far}; see `rollout serve --help`")
     refused(run("serve", tiny, "--stop", "x"), "--stop is a flag of `rollout generate`, not of")
     refused(run("generate", tiny, "--max-new-tokens", 3), "here it is --max-tokens")
     refused(run("serve", tiny, "again"), "'again' is one argument too many")
+
+
+def test_what_a_server_is_given_beside_its_model_is_checked(run: Run, tiny: Path) -> None:
+    for path in ("behind", "/behind/", "/"):
+        refused(run("serve", tiny, "--root-path", path), "give a path as /rollout")
+    modules = ("serve", tiny, "--max-adapters", 1, "--lora-modules")
+    refused(run(*modules, "one"), "--lora-modules takes NAME=PATH, not 'one'")
+    refused(run(*modules, "a=x", "a=y"), "--lora-modules a is given twice")
+    refused(run("fleet", "--engine", "h:1", "--lora-modules", "a=x"), "this command starts")
+    refused(run(*modules, "a=x", "b=y"), "2 adapters, and --max-adapters 1 has slots for no more")
 
 
 def test_engines_of_a_fleet_are_named_once_and_by_their_addresses(run: Run) -> None:
@@ -98,10 +109,12 @@ def test_the_spellings_of_others_mean_ours() -> None:
     assert not ours & {*SAME, *REFUSED}
     assert {words[0] for words in SAME.values()} <= ours
     for command in ("serve", "generate", "bench", "check"):
-        words = "m -tp 2 --max-running-requests=8 --enforce-eager --dtype half --random-seed 7"
+        words = "m -tp 2 --max-running-requests=8 --enforce-eager --dtype half --random-seed 7 "
+        words += "--mem-fraction-static 0.8"
         args = make_parser().parse_known([command, *words.split(), "--context-length", "64"])
         config = engine_config(args, model="m")
         assert (config.tensor_parallel_size, config.max_num_seqs, config.seed) == (2, 8, 7)
+        assert config.gpu_memory_utilization == 0.8
         assert (config.cuda_graphs, config.dtype, config.max_model_len) == ("off", "float16", 64)
     words = "serve --model m --api-key k --ssl-certfile c --ssl-keyfile=k --dtype=float"
     args = make_parser().parse_known(words.split())
@@ -117,8 +130,7 @@ def test_the_spellings_of_others_mean_ours() -> None:
 @pytest.mark.parametrize(
     ("flag", "ours"),
     [
-        ("--gpu-memory-utilization=0.9", "--kv-cache-bytes"),
-        ("--mem-fraction-static", "--kv-cache-bytes"),
+        ("--cpu-offload-gb=1", "--staging"),
         ("-pp", "there is no pipeline parallelism: use --tensor-parallel-size"),
         ("--data-parallel-size", "rollout serve --replicas N"),
         ("--runner", "--task classify"),

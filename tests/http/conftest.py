@@ -43,6 +43,7 @@ def served(
     template.write_text(QWEN_TEMPLATE)
     flags += ["--chat-template", str(template)]
     flags += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+    flags += ["--root-path", "/behind/a/proxy"]
     flags += ["--open-routes", OPENED, "--open-port", str(open_port)]
     with serve(model, *flags) as running:
         yield running

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
 from server_settings import CONTROL
+from serving import serve
+from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
 
@@ -86,3 +89,15 @@ def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adap
     assert json.loads(vectors[0][1])["data"] != json.loads(vectors[1][1])["data"]
     assert post("/v1/unload_lora_adapter", lora_name="one")[0] == 200
     assert post("/v1/completions", model="one", prompt=[3])[0] == 404
+
+
+def test_adapters_that_the_server_is_started_with_are_served_by_their_names(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
+    modules = [f"{name}={write(tmp_path / name)}" for name in ("one", "two")]
+    flags = ["--served-model-name", "tiny", "--max-adapters", "2", "--lora-modules", *modules]
+    body = {"model": "two", "prompt": PROMPT, "max_tokens": 4}
+    with serve(tmp_path / "tiny", *flags) as served:
+        cards = httpx.get(f"http://{served.http}/v1/models", timeout=30).json()["data"]
+        answer = httpx.post(f"http://{served.http}/v1/completions", json=body, timeout=30).json()
+    assert [card["id"] for card in cards] == ["tiny", "one", "two"]
+    assert answer["choices"][0]["adapter"].startswith("two@")

@@ -24,7 +24,7 @@ def test_an_unknown_engine_setting_names_the_nearest_known_one() -> None:
     [
         ({"tp": 2}, "unknown engine setting 'tp'; here it is 'tensor_parallel_size'"),
         ({"enforce_eager": True}, "here it is cuda_graphs='off'"),
-        ({"gpu_memory_utilization": 0.9}, "use kv_cache_bytes="),
+        ({"mem_fraction_static": 0.9}, "here it is 'gpu_memory_utilization'"),
         ({"port": 8000}, "r.serve(host, port"),
         ({"bloc_size": 8}, "did you mean 'block_size'?"),
     ],
@@ -80,6 +80,8 @@ def test_every_spelling_of_others_leads_to_a_field_of_ours() -> None:
         {"weight_dirs": 3},
         {"cuda_graph_sizes": "3"},
         {"max_parallel_loading_workers": 0},
+        {"gpu_memory_utilization": 0},
+        {"gpu_memory_utilization": 90},
         {"lora_embeddings": True},
         {"lora_experts": True},
     ],

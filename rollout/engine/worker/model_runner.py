@@ -17,7 +17,7 @@ from rollout.distributed import TensorParallel
 from rollout.engine.batch import decode_batch, with_drawn
 from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.kv_cache import KVCache, KVShape
-from rollout.engine.memory import available_bytes, release_unused, to_device
+from rollout.engine.memory import available_bytes, release_unused, to_device, total_bytes
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
@@ -116,6 +116,7 @@ class ModelRunner:
             "adapter_bytes": 0 if self.adapters is None else self.adapters.nbytes,
             "state_slot_bytes": self.states.shape.slot_bytes,
             "free_bytes": available_bytes(self.device),
+            "total_bytes": total_bytes(self.device),
             "host_free_bytes": available_bytes(torch.device("cpu")),
             "seconds": self.load_seconds,
             "bytes_read": self.bytes_read,

@@ -27,6 +27,7 @@ class AnswerDefaults:
     ``reasoning_parser``: how chats are read, by their names in ``TOOL_PARSERS`` and
     ``REASONING_PARSERS``; None: they are not. Raises ``ConfigError`` for another name.
     ``routed_experts``, ``sampling_mask``: every answer has them, as by vLLM's flags.
+    ``response_role``: of a chat's messages.
     """
 
     logprobs_mode: str = "raw_logprobs"
@@ -34,6 +35,7 @@ class AnswerDefaults:
     reasoning_parser: str | None = None
     routed_experts: bool = False
     sampling_mask: bool = False
+    response_role: str = "assistant"
 
     def __post_init__(self) -> None:
         for name, known in (("tool_call", TOOL_PARSERS), ("reasoning", REASONING_PARSERS)):
@@ -65,8 +67,8 @@ class AnswerStyle:
 
     ``logprobs``: whether to report them, and ``top``: how many alternatives. ``token_text`` names
     one token; ``samples`` is ``n``, by which choices of several prompts are numbered. ``reader``
-    makes a chat's message of what was written. ``echo``: the prompt comes first; ``answerless``:
-    and nothing else.
+    makes a chat's message of what was written, whose role is ``role``. ``echo``: the prompt comes
+    first; ``answerless``: and nothing else.
     """
 
     model: str
@@ -81,6 +83,7 @@ class AnswerStyle:
     echo: bool = False
     answerless: bool = False
     reader: MessageReader = field(default_factory=MessageReader)
+    role: str = "assistant"
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -169,7 +172,7 @@ class Stream:
         message = _message(output, completion, self.style)
         old, self._messages[choice] = self._messages.get(choice, Message()), message
         added = delta(old, message, _call_ids(self.style, choice))
-        return {"role": "assistant", "content": "", **added} if first else added
+        return {"role": self.style.role, "content": "", **added} if first else added
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage(list(self._last.values()), self.style.reader)}
@@ -198,7 +201,7 @@ def _choice(
     choice = _common(completion, index, 0, style)
     if style.chat:
         message = _message(output, completion, style)
-        choice["message"] = whole_message(message, _call_ids(style, index))
+        choice["message"] = whole_message(message, _call_ids(style, index), style.role)
         _name_tool_calls(choice, message)
     else:
         choice["text"] = completion.text

@@ -289,6 +289,7 @@ def _style(
         token_ids=body.return_token_ids,
         token_text=token_id_text if body.return_tokens_as_token_ids else state.token_text,
         request_id=body.request_id or f"{prefix}-{uuid.uuid4().hex}",
+        role=state.defaults.response_role,
     )
 
 

@@ -62,9 +62,9 @@ class MessageReader:
         return Message(content, thought, tuple(calls[:1] if self.one_call else calls))
 
 
-def whole_message(message: Message, ids: str) -> dict[str, Any]:
+def whole_message(message: Message, ids: str, role: str = "assistant") -> dict[str, Any]:
     """OpenAI's form; ``reasoning`` is vLLM's name today, ``reasoning_content`` DeepSeek's."""
-    made: dict[str, Any] = {"role": "assistant", "content": message.content}
+    made: dict[str, Any] = {"role": role, "content": message.content}
     if message.reasoning is not None:
         made["reasoning"] = made["reasoning_content"] = message.reasoning or None
         made["content"] = message.content or None
