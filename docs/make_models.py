@@ -79,7 +79,8 @@ on more.
 def page(swept: str) -> str:
     rows = "".join(f"{row}\n" for row in table())
     kept = "".join(f"{row}\n" for row in memory())
-    return f"{HEAD}{rows}{MIDDLE}{MEMORY}{kept}\n{SWEPT}\n{swept}"
+    windowed = "".join(f"{row}\n" for row in windows())
+    return f"{HEAD}{rows}{MIDDLE}{MEMORY}{kept}{WINDOWS}{windowed}\n{SWEPT}\n{swept}"
 
 
 def table() -> Iterable[str]:
@@ -171,10 +172,74 @@ def memory() -> Iterable[str]:
         sparse = sum(map(moe.is_sparse, range(config.num_layers))) if moe else 0
         pages = KVShape.of(config, 1, BLOCK, torch.bfloat16, sparse)
         states = StateShape.of(config, 1, torch.bfloat16)
-        token, slot = pages.block_bytes // BLOCK, states.slot_bytes
+        token, slot = pages.token_bytes, states.slot_bytes
         numbers = (config.num_layers, pages.num_layers, len(states.layers), f"{token:,}")
         sums = (f"{slot / 2**20:.1f} MiB", f"{(slot + LONG * token) / 2**20:.0f} MiB")
         yield f"| `{name}` | {' | '.join(map(str, (*numbers, *sums)))} |"
+
+
+SLIDING: dict[str, tuple[str, dict[str, Any]]] = {  # of releases
+    "Gemma 3 27B": (
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 62,
+            "hidden_size": 5376,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "sliding_window": 1024,
+        },
+    ),
+    "gpt-oss-20b": ("GptOssForCausalLM", {"num_hidden_layers": 24}),
+    "gpt-oss-120b": ("GptOssForCausalLM", {"num_hidden_layers": 36}),
+    "Llama 4 Scout": ("Llama4ForCausalLM", {}),
+    "Olmo 3 32B": (
+        "Olmo3ForCausalLM",
+        {
+            "num_hidden_layers": 64,
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 65536,
+        },
+    ),
+    "Mistral 7B v0.1": ("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
+}
+DEEP, ROOM, AHEAD = 32768, 1 << 35, 2048  # tokens; bytes of pages; tokens of a step
+WINDOWS = f"""
+### Layers with windows
+
+Layers that attend to a window, or a chunk, keep that alone: what a sequence has left behind is
+given back while it runs ([how](architecture.md#layers-that-forget)). A page holds as many layers as
+the kind with the fewest has; all kinds take theirs from one pool. Made by the same script, for
+bfloat16 on one rank, blocks of {BLOCK} tokens, steps of at most {AHEAD}: what one sequence of
+{DEEP:,} tokens holds at the most, and how many such fit in {ROOM >> 30} GiB.
+
+| model | layers | forget | groups of pages | one sequence | without windows | fit | without |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def windows() -> Iterable[str]:
+    """A row for each of ``SLIDING``."""
+    import torch
+    import transformers
+
+    from rollout.engine.kv_cache import KVShape
+    from rollout.models.config import ModelConfig
+    from rollout.models.kv_groups import blocks_of_sequence
+
+    for model, (name, sizes) in SLIDING.items():
+        values = getattr(transformers, name).config_class(**sizes).to_dict()
+        config = ModelConfig.from_hf({**values, "architectures": [name]})
+        shape = KVShape.of(config, 1, BLOCK, torch.bfloat16)
+        forget = sum(len(group.layers) for group in shape.groups if group.forgets)
+        held = blocks_of_sequence(shape.groups, DEEP, AHEAD, BLOCK) * shape.block_bytes
+        whole = DEEP // BLOCK * shape.block_bytes * shape.num_layers // shape.page_layers
+        numbers = (config.num_layers, forget, f"{len(shape.groups)} of {shape.page_layers}")
+        sums = (f"{held / 2**20:.0f} MiB", f"{whole / 2**20:.0f} MiB", ROOM // held, ROOM // whole)
+        yield f"| {model} | {' | '.join(map(str, (*numbers, *sums)))} |"
 
 
 README = PAGE.parents[1] / "README.md"

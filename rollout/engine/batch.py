@@ -18,7 +18,7 @@ from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
 from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 
-_NOT_SENT = ("visual", "expert_pages", "chosen")
+_NOT_SENT = ("visual", "expert_pages", "chosen", "lasting_slots")
 _FORWARD = tuple(f.name for f in fields(ForwardBatch) if f.name not in _NOT_SENT)
 
 
@@ -47,7 +47,7 @@ def encode_batch(
     owner = np.repeat(np.arange(count), new)
     positions = np.arange(query_starts[-1]) + (starts - query_starts[:-1])[owner]
     tables = _block_tables(sequences)
-    pages = tables[owner, positions // block_size].astype(np.int64)
+    pages = pages_at(tables, owner, positions // block_size)
     draws = np.fromiter((s.draws for s in sequences), np.bool_, count)
     samples = draws & (starts + new == known)
     scored, targets, scored_settings = _prompt_rows(entries, query_starts)
@@ -68,7 +68,8 @@ def encode_batch(
     if len(sums):
         tensors["hidden_sums"] = torch.from_numpy(sums)
     tensors |= _adapter_tensors(sequences, query_starts)
-    tensors |= _expert_tensors(batch, positions, tables, block_size)
+    lasting = tables if tables.ndim == 2 else tables[-1]
+    tensors |= _expert_tensors(batch, positions, lasting, block_size)
     if sequences and sequences[0].state_slot >= 0:
         tensors |= _state_tensors(batch)
     tensors |= SamplingMetadata.of(drawing, coming, targets, scored_settings).tensors()
@@ -212,13 +213,32 @@ def _adapter_tensors(sequences: list[Sequence], query_starts: Ints) -> dict[str,
 
 
 def _block_tables(sequences: list[Sequence]) -> NDArray[np.int32]:
-    """[sequences, longest table] int32, padded with 0."""
-    lengths = np.fromiter((len(s.block_table) for s in sequences), np.int64, len(sequences))
-    tables = np.zeros((len(sequences), int(lengths.max(initial=0))), np.int32)
-    flat = chain.from_iterable(s.block_table for s in sequences)
+    """[(groups,) sequences, longest table] int32, padded with 0."""
+    lists = tables_of(sequences)
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    tables = np.zeros((len(lists), int(lengths.max(initial=0))), np.int32)
+    flat = chain.from_iterable(lists)
     tables[np.arange(tables.shape[1]) < lengths[:, None]] = np.fromiter(
         flat, np.int32, int(lengths.sum())
     )
+    if len(lists) > len(sequences):
+        return tables.reshape(-1, len(sequences), tables.shape[1])
+    return tables
+
+
+def pages_at(tables: NDArray[np.int32], rows: Ints, columns: Ints) -> Ints:
+    """[(groups,) entries]: of those ``rows`` and ``columns`` of the tables."""
+    if tables.ndim == 2:
+        return tables[rows, columns].astype(np.int64)
+    return np.stack([table[rows, columns] for table in tables]).astype(np.int64)
+
+
+def tables_of(sequences: list[Sequence]) -> list[list[int]]:
+    """The block tables of the first group, and then of the others where there are several."""
+    tables = [seq.block_table for seq in sequences]
+    if sequences and sequences[0].more_tables:
+        for group in zip(*(seq.more_tables for seq in sequences), strict=True):
+            tables += group
     return tables
 
 

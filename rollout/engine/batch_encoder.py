@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.batch import encode_batch
+from rollout.engine.batch import encode_batch, pages_at, tables_of
 from rollout.engine.sampling.metadata import Ints
 from rollout.engine.sequence import ScheduledBatch, Sequence
 
@@ -61,9 +61,9 @@ class _Kept:
 
     sequences: list[Sequence]
     tokens: list[list[int]]  # their ``token_ids``, which only grow
-    tables: list[list[int]]  # their ``block_table``, as far as they are in ``rows``
+    tables: list[list[int]]  # ``tables_of`` them, as far as they are in ``rows``
     lengths: list[int]  # of those
-    rows: NDArray[np.int32]  # [sequences, as many blocks as there may be for a while]
+    rows: NDArray[np.int32]  # [(groups x) sequences, as many blocks as there may be for a while]
     block_size: int
     same: dict[str, Tensor]  # of every step
     places: Ints  # 0, 1, 2 ...
@@ -85,9 +85,9 @@ class _Kept:
             return None
         if not all(_is_steady(sequence, coming) for sequence in sequences):
             return None
-        tables = list(map(_block_table, sequences))
-        known = tensors["block_tables"].numpy()
-        rows = np.zeros((count, known.shape[1] + 16), np.int32)
+        tables = tables_of(sequences)
+        known = tensors["block_tables"].flatten(0, -2).numpy()
+        rows = np.zeros((len(tables), known.shape[1] + 16), np.int32)
         rows[:, : known.shape[1]] = known
         same = {
             name: tensor
@@ -104,7 +104,7 @@ class _Kept:
         count, ahead = len(self.sequences), batch.previous_rows
         tables = list(map(_block_table, self.sequences))
         if list(map(_num_new, batch.entries)) != self.ones or not all(
-            starmap(is_, zip(tables, self.tables, strict=True))
+            starmap(is_, zip(tables, self.tables, strict=False))  # others are new with the first
         ):
             return None
         known = np.fromiter(map(len, self.tokens), np.int64, count)
@@ -117,13 +117,16 @@ class _Kept:
         if not self._grow():
             return None
         positions, size = known - 1, self.block_size
-        pages = self.rows[self.places, positions // size].astype(np.int64)
+        rows = self.rows
+        if len(rows) > count:
+            rows = rows.reshape(-1, count, rows.shape[1])
+        pages = pages_at(rows, self.places, positions // size)
         moves = {
             "input_ids": self._newest(count, ahead),
             "positions": positions,
             "slot_mapping": pages * size + positions % size,
             "context_lens": known.astype(np.int32),
-            "block_tables": self.rows[:, : max(self.lengths)].copy(),
+            "block_tables": rows[..., : max(self.lengths)].copy(),
             "counters": known,
         }
         tensors = {**self.same, **{name: torch.from_numpy(x) for name, x in moves.items()}}

@@ -41,13 +41,18 @@ class Block:
 class PrefixHit(NamedTuple):
     """What the cache has of a sequence that holds no block.
 
-    Where there are recurrent states, up to the last ``snapshot``; ``known`` blocks in all.
+    Where there are recurrent states, up to the last ``snapshot``; ``known`` blocks in all. Where
+    layers have groups: the ``tables`` of all, whose first is ``blocks``, how many blocks of each
+    are ``gone``, and the ``digest`` of the last.
     """
 
     blocks: list[int]
     missing: bytes = b""  # by what the next block would be found, if another one may be
     snapshot: Snapshot | None = None
     known: int = 0
+    tables: tuple[list[int], ...] = ()
+    gone: tuple[int, ...] = ()
+    digest: bytes = b""
 
 
 class BlockManager:
@@ -58,6 +63,8 @@ class BlockManager:
     blocks whose whole chain, from position 0 on, was computed by one version are hashed.
     ``states``: of a model that has recurrent states, too; a sequence has both or neither.
     """
+
+    slides = False  # whether blocks are given back while a sequence goes on: by ``slide``
 
     def __init__(
         self,
@@ -138,7 +145,7 @@ class BlockManager:
         size = self.block_size
         for start in range(0, seq.cacheable - size + 1, size):
             tokens = seq.cache_ids(start, start + size)
-            digest = _chain(parent, tokens)
+            digest = chained(parent, tokens)
             block_id = self._by_hash.get(digest)
             if block_id is None:
                 return self._hit(hits, digests, digest)
@@ -271,7 +278,7 @@ class BlockManager:
             start = index * self.block_size
             block.tokens = seq.cache_ids(start, start + self.block_size)
             block.parent = parent
-            block.hash = parent = _chain(parent, block.tokens)
+            block.hash = parent = chained(parent, block.tokens)
             self._by_hash.setdefault(parent, block_id)
         seq.hashed_blocks = full
         seq.chain_hash = parent
@@ -285,20 +292,17 @@ class BlockManager:
             return None
         if seq.num_computed and seq.kv_spans.single_version() != self.version_of(seq):
             return None
-        return _chain(seq.chain_hash or root, known)
+        return chained(seq.chain_hash or root, known)
 
     def release(self, seq: Sequence) -> None:
         """Give back every block of ``seq`` and forget its KV; hashed blocks stay addressable."""
-        for block_id in reversed(seq.block_table):
-            block = self._blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self._free[block_id] = None
-                if not block.hash:  # nothing to find in it: reuse it before the cached ones
-                    self._free.move_to_end(block_id, last=False)
+        self._give_back(seq.block_table)
         if self.states is not None:
             self.states.release(seq)
         seq.forget_kv()
+
+    def slide(self, seq: Sequence) -> None:
+        """Give back the blocks of ``seq`` that no layer reads again; here they are all read."""
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the books agree with the tables of all live sequences."""
@@ -311,12 +315,22 @@ class BlockManager:
             assert len(seq.block_table) >= self._blocks_for(seq.num_computed), f"{seq}: too few"
             assert seq.kv_spans.length == seq.num_computed, f"{seq}: spans do not cover its KV"
             held.update(seq.block_table)
+        self._check_books(held)
+
+    def _check_books(self, held: Counter[int]) -> None:
+        """``held``: how often each block is in a table."""
         for block_id, block in enumerate(self._blocks):
             assert block.ref_count == held[block_id], f"block {block_id}: wrong reference count"
             assert (block_id in self._free) == (block.ref_count == 0), f"block {block_id}: free?"
-            assert not block.hash or block.hash == _chain(block.parent, block.tokens)
+            if block.hash:
+                self._check_address(block_id)
         for digest, block_id in self._by_hash.items():
             assert self._blocks[block_id].hash == digest, f"block {block_id}: stale address"
+
+    def _check_address(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        digest = chained(block.parent, block.tokens)
+        assert block.hash == digest, f"block {block_id}: another hash"
 
     def _start_from(self, root: CacheRoot) -> None:
         self._chains += 1
@@ -343,6 +357,15 @@ class BlockManager:
             block.forget()
         block.ref_count = 1
         return block_id
+
+    def _give_back(self, blocks: list[int]) -> None:
+        for block_id in reversed(blocks):
+            block = self._blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if not block.hash:  # nothing to find in it: reuse it before the cached ones
+                    self._free.move_to_end(block_id, last=False)
 
     def _take(self, block_id: int) -> None:
         block = self._blocks[block_id]
@@ -373,6 +396,7 @@ class _Roots:
         return found
 
 
-def _chain(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+def chained(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    """The hash of a block of ``tokens`` behind the one of ``parent``."""
     data = array("q", tokens).tobytes()
     return blake2b(data, key=parent, digest_size=_DIGEST_BYTES).digest()

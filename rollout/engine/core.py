@@ -18,17 +18,24 @@ from rollout.config import EngineConfig
 from rollout.distributed import choose_device
 from rollout.engine.adapter_places import AdapterPlaces, Move
 from rollout.engine.adapter_table import AdapterTable
-from rollout.engine.block_manager import BlockManager
 from rollout.engine.control import ASLEEP, Control
 from rollout.engine.executors import Executor, gather_replies, make_executor
 from rollout.engine.facts import engine_facts
+from rollout.engine.grouped_blocks import make_block_manager
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.input_processor import InputProcessor
 from rollout.engine.journal import Journal
 from rollout.engine.loaded_model import LoadedModel
 from rollout.engine.loop import StepLoop
-from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, size_kv
+from rollout.engine.memory_plan import (
+    KVSize,
+    MemoryPlan,
+    mib,
+    plan_memory,
+    reported_groups,
+    size_kv,
+)
 from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins, PinTerms
 from rollout.engine.request_state import Call, Sink
@@ -155,6 +162,8 @@ class EngineCore:
                 *(mib(reply["weight_bytes"]), reply["device"], reply["seconds"]),
             )
         log.info("memory %s; seed %d", self.memory, self.seed)
+        if size.windows:
+            log.info("windows: %s", size.windows)
 
     def _build(self, executor: Executor) -> None:
         config, size = self.config, self.kv_size
@@ -176,10 +185,8 @@ class EngineCore:
         states = None
         if size.running:
             states = StateSlots(size.running, size.snapshots, config.state_snapshot_blocks)
-        self.blocks = BlockManager(
-            size.num_blocks, config.block_size, salt=self.epoch,
-            prefix_caching=config.enable_prefix_caching, states=states,
-        )  # fmt: skip
+        groups = reported_groups(self.rank_info[0])
+        self.blocks = make_block_manager(config, size.num_blocks, groups, self.epoch, states)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=size.running or config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, places=self.places,

@@ -11,12 +11,14 @@ from rollout.engine.state_cache import StateCache
 from rollout.errors import ConfigError, EngineClosed
 from rollout.models.config import ModelConfig
 from rollout.models.forward import LayerKV
+from rollout.models.kv_groups import KVGroup, kv_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
     """What one block holds on this rank: keys and values of ``block_size`` positions.
 
+    Of all layers, or where layers differ in how far they reach back, of those of one of ``groups``.
     ``num_layers``: those that have pages; ``without``: the numbers of those that keep nothing,
     ``beside`` of those that have states, too.
     ``tensors``: 2, or 1 where values are a part of the keys. ``indexed``: the layers that keep keys
@@ -37,6 +39,7 @@ class KVShape:
     index_dim: int = 0
     experts: tuple[int, int] = (0, 0)
     expert_dtype: torch.dtype = torch.uint8
+    groups: tuple[KVGroup, ...] = ()  # none: one, of all layers
 
     @classmethod
     def of(
@@ -59,19 +62,40 @@ class KVShape:
             kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
             experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
             expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
+            groups=kv_groups(model),
         )  # fmt: skip
 
     @property
-    def page_bytes(self) -> int:
-        """Of the keys and values alone, which attention reads."""
-        elements = self.kv_heads * self.block_size * self.head_dim
-        return self.tensors * self.num_layers * elements * self.dtype.itemsize
+    def page_layers(self) -> int:
+        """How many layers have their keys and values in one block."""
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)
+
+    def bytes_read(self, lengths: torch.Tensor) -> int:
+        """Of keys and values, by attention of one token at the end of each of ``lengths``."""
+        groups = self.groups or (KVGroup(layers=(0,) * self.num_layers),)
+        places = sum(len(group.layers) * group.reach(lengths) for group in groups)
+        return places * self._layer_bytes // self.block_size
 
     @property
     def block_bytes(self) -> int:
         kept = self.experts[0] * self.experts[1] * self.expert_dtype.itemsize
         keys = len(self.indexed) * self.index_dim * self.dtype.itemsize
-        return self.page_bytes + self.block_size * (keys + kept)
+        return self.page_layers * self._layer_bytes + self.block_size * (keys + kept)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in all groups, which it takes until it is out of a window."""
+        return max(len(self.groups), 1) * self.block_bytes // self.block_size
+
+    @property
+    def told_groups(self) -> list[list[int]]:
+        """As ``groups_told`` takes them."""
+        return [[len(group.layers), group.window, group.chunk] for group in self.groups]
+
+    @property
+    def _layer_bytes(self) -> int:
+        elements = self.kv_heads * self.block_size * self.head_dim
+        return self.tensors * elements * self.dtype.itemsize
 
 
 class KVCache:
@@ -101,12 +125,15 @@ class KVCache:
         self.free()
         pages = (num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         try:
-            for layer in range(shape.num_layers):
+            for layer in range(shape.page_layers):
                 k = torch.empty(pages, dtype=shape.dtype, device=self.device)
                 v = k if shape.tensors == 1 else torch.empty_like(k)
                 keys = (num_blocks, 1, shape.block_size, shape.index_dim)
                 index = k.new_empty(keys) if layer in shape.indexed else None
                 self._layers.append(LayerKV(k, v, index=index))
+            if len(shape.groups) > 1:
+                of = {layer: i for group in shape.groups for i, layer in enumerate(group.layers)}
+                self._layers = [self._layers[of[layer]] for layer in sorted(of)]
             if shape.experts[0]:
                 rows = num_blocks * shape.block_size + 1  # the last: of what has no place
                 self.experts = torch.zeros(

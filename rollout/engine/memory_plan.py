@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
+from rollout.models.kv_groups import KVGroup, blocks_of_sequence, groups_told
 
 CPU_DEFAULT_BYTES = 4 << 30
 CPU_SHARE = 0.25  # of what is free once the shadow is reserved
@@ -19,13 +21,15 @@ class KVSize:
     """``num_blocks`` per rank, and the ``max_model_len`` that they can hold for one sequence.
 
     Of recurrent states, where there are any: slots of ``running`` sequences, which are the most
-    that run at a time, and of ``snapshots``.
+    that run at a time, and of ``snapshots``. ``windows``: what those save, in words, where layers
+    forget what is out of reach.
     """
 
     num_blocks: int
     max_model_len: int
     running: int = 0
     snapshots: int = 0
+    windows: str = ""
 
     @property
     def num_states(self) -> int:
@@ -107,9 +111,10 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
     A reply has ``free_bytes`` (now, with the weights loaded), ``weight_bytes``, ``kv_block_bytes``
     and ``device``, maybe ``pending_bytes`` of incomplete quantised tensors; on a device of its own
     also ``total_bytes`` and ``host_free_bytes``, of a model with recurrent states
-    ``state_slot_bytes``. The shadow's bytes are reserved first unless ``staging="none"``, and those
-    of ``undo``, then those of states. A ``max_model_len`` that was asked for must fit; one that was
-    not is cut to what fits. Raises ``ConfigError`` with the sizes.
+    ``state_slot_bytes``, and the ``kv_groups`` of its layers, if not one that keeps every position.
+    The shadow's bytes are reserved first unless ``staging="none"``, and those of ``undo``, then
+    those of states. A ``max_model_len`` that was asked for must fit; one that was not is cut to
+    what fits. Raises ``ConfigError`` with the sizes.
     """
     for reply in ranks:
         _spare(config, reply, len(ranks))
@@ -125,22 +130,54 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
     ranks = [{**reply, "state_bytes": taken} for reply in ranks]
     blocks = config.num_kv_blocks or min(_affordable(config, reply, len(ranks)) for reply in ranks)
     _check_asked(config, blocks, ranks)
-    most = -(-wanted // config.block_size) * config.max_num_seqs
+    groups, size = reported_groups(ranks[0]), config.block_size
+    need = blocks_of_sequence(groups, wanted, config.max_num_batched_tokens, size)
     if config.num_kv_blocks is None and config.kv_cache_bytes is None:
-        blocks = min(blocks, most)
-    room = blocks * config.block_size
-    if room < wanted:
-        if config.max_model_len is not None or blocks < 1:
-            block_bytes = max(int(reply["kv_block_bytes"]) for reply in ranks)
-            need = -(-wanted // config.block_size)
+        blocks = min(blocks, need * config.max_num_seqs)
+    block_bytes = max(int(reply["kv_block_bytes"]) for reply in ranks)
+    if blocks < need:
+        most = _most_tokens(config, groups, blocks, wanted)
+        if config.max_model_len is not None or most < 1:
             raise ConfigError(
                 f"too little memory for one sequence: max_model_len {wanted} needs {need} KV "
                 f"blocks ({mib(need * block_bytes)} per rank), {max(blocks, 0)} fit "
                 f"({mib(max(blocks, 0) * block_bytes)}); lower max_model_len or raise "
                 "kv_cache_bytes / num_kv_blocks"
             )
-        wanted = room
-    return KVSize(blocks, wanted, running, snapshots)
+        wanted = most
+    saved = _saved_by_windows(config, groups, wanted, block_bytes)
+    return KVSize(blocks, wanted, running, snapshots, saved)
+
+
+def reported_groups(reply: Mapping[str, Any]) -> tuple[KVGroup, ...]:
+    """The groups of layers that share pages, as a rank's start reply tells them."""
+    return groups_told(reply.get("kv_groups") or [[1, 0, 0]])
+
+
+def _most_tokens(config: EngineConfig, groups: Sequence[KVGroup], blocks: int, wanted: int) -> int:
+    """Of the longest sequence that ``blocks`` hold, in whole blocks."""
+    size, ahead = config.block_size, config.max_num_batched_tokens
+    counts = range(-(-wanted // size) + 1)
+    fit = bisect_right(
+        counts, blocks, key=lambda count: blocks_of_sequence(groups, count * size, ahead, size)
+    )
+    return (fit - 1) * size
+
+
+def _saved_by_windows(
+    config: EngineConfig, groups: Sequence[KVGroup], tokens: int, block_bytes: int
+) -> str:
+    """What a sequence of ``tokens`` holds at the most, and what it would if no layer forgot."""
+    size, ahead = config.block_size, config.max_num_batched_tokens
+    held = blocks_of_sequence(groups, tokens, ahead, size) * block_bytes
+    layers = [len(group.layers) for group in groups]
+    whole = -(-tokens // size) * block_bytes * sum(layers) // max(layers)
+    if not any(group.forgets for group in groups) or held >= whole:
+        return ""
+    return (
+        f"of {tokens} tokens a sequence holds {mib(held)} of KV cache at the most, "
+        f"{mib(whole)} without windows"
+    )
 
 
 def _slot_bytes(ranks: Sequence[Mapping[str, Any]]) -> int:

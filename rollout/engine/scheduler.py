@@ -141,7 +141,7 @@ class Scheduler:
 
     def advance(self, batch: ScheduledBatch) -> None:
         """Account for a computed step, before its sampled tokens are appended."""
-        size = self.blocks.block_size
+        size, slides = self.blocks.block_size, self.blocks.slides
         for entry in batch.entries:
             seq = entry.sequence
             seq.advance(entry.num_new, batch.version)
@@ -155,6 +155,8 @@ class Scheduler:
                 and seq.num_computed >= seq.prompt_len
             ):
                 self._fork(seq)
+            if slides:
+                self.blocks.slide(seq)
 
     def finish(self, seq: Sequence) -> None:
         """Remove a sequence from wherever it is, and free its blocks."""
@@ -236,11 +238,22 @@ class Scheduler:
         for seq in prefills:
             if budget:  # none of these was preempted since: the victims are newer
                 budget -= self._schedule_chunk(entries, seq, budget)
+        if prefills and not entries:
+            budget -= self._unblock(entries, prefills[0], budget)
         return budget
 
     def _schedule_chunk(self, entries: list[ScheduledEntry], seq: Sequence, budget: int) -> int:
+        """What it takes of the budget; 0 where its windows have to wait for blocks."""
         count = self.blocks.cut(seq, min(seq.num_tokens - seq.num_computed, budget))
-        entries.append(ScheduledEntry(seq, count))
+        if count:
+            entries.append(ScheduledEntry(seq, count))
+        return count
+
+    def _unblock(self, entries: list[ScheduledEntry], seq: Sequence, budget: int) -> int:
+        """As ``_schedule_chunk``, of a prefill for which all that runs waits for blocks."""
+        while not (count := self._schedule_chunk(entries, seq, budget)):
+            if not self._give_way(seq):
+                return 0
         return count
 
     def _admit(self, entries: list[ScheduledEntry], budget: int, pinned: bool) -> None:
@@ -334,14 +347,18 @@ class Scheduler:
     def _make_room(self, seq: Sequence) -> bool:
         """A block for the next token of ``seq``; False if ``seq`` itself was preempted for it."""
         while not self.blocks.grow(seq):
-            newest = self.running[-1]
-            if newest is seq and self._drop_holder():
-                continue
-            self.preemptions += 1
-            self._requeue(newest)
-            if newest is seq:
+            if not self._give_way(seq):
                 return False
         return True
+
+    def _give_way(self, seq: Sequence) -> bool:
+        """Preempt the newest running sequence; False if that was ``seq``."""
+        newest = self.running[-1]
+        if newest is seq and self._drop_holder():
+            return True
+        self.preemptions += 1
+        self._requeue(newest)
+        return newest is not seq
 
     def _requeue(self, seq: Sequence) -> None:
         """Back to waiting, without KV but with its output."""

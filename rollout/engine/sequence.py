@@ -45,6 +45,10 @@ class Sequence:
     ``experts``: those that its tokens were routed to, where asked for; ``forced_experts``: those
     that its prompt has to be routed to.
 
+    Of a model whose layers have groups of pages: ``block_table`` is the first group's, which covers
+    as much as the others or less, ``more_tables`` are those; ``gone``: how many blocks of each are
+    given back, as no layer of the group reads them again. Their numbers mean nothing.
+
     Of a model with recurrent states: ``state_slot`` is this sequence's while it runs,
     ``held_state`` a snapshot that it or its forks go on from, ``restoring`` one that its next step
     begins with, ``saving`` one that this step makes, ``branch`` the blocks of a known prefix that
@@ -75,6 +79,8 @@ class Sequence:
     num_computed: int = 0
     num_cached_tokens: int = -1  # until first admitted
     block_table: list[int] = field(default_factory=list)
+    more_tables: list[list[int]] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
     hashed_blocks: int = 0  # how many leading blocks are in the hash chain
     chain_hash: bytes = b""
     state_slot: int = -1
@@ -261,7 +267,7 @@ class Sequence:
         """Start over from position 0, keeping the output; the blocks are the caller's to free."""
         self.num_computed = 0
         self.kv_spans.clear()
-        self.block_table = []
+        self.block_table, self.more_tables, self.gone = [], [], []
         self.hashed_blocks = 0
         self.chain_hash = b""
         if self.needs_scores:

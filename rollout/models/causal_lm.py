@@ -15,6 +15,7 @@ from rollout.models.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
 from rollout.models.chunks import within_chunks
 from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
 from rollout.models.instance_adapters import InstanceAdapters
+from rollout.models.kv_groups import kv_groups
 from rollout.models.layer_config import RopeConfig
 from rollout.models.layers.base import Build, Layer
 from rollout.models.layers.embedding import Head, VocabParallel
@@ -46,6 +47,8 @@ class CausalLM(Model):
             if layer.rope not in ropes:
                 ropes.append(layer.rope)
         self.chunk_of = [layer.chunk for layer in layers]
+        groups = enumerate(kv_groups(config))
+        self.group_of = {layer: number for number, group in groups for layer in group.layers}
         self.rotary_of = [ropes.index(layer.rope) for layer in layers]
         self.rotaries = rotaries or [
             Rotary(
@@ -146,15 +149,23 @@ class CausalLM(Model):
         if alone and self.native_blocks is not None and not are_watched():
             x, residual = self.native_blocks(x, *turns[0], batch, kv)
         else:
-            of = {
-                c: within_chunks(batch, c, kv[0].k.shape[2]) if c else batch
-                for c in set(self.chunk_of)
-            }
-            batches = [of[chunk] for chunk in self.chunk_of]
-            x, residual = self.model(x, [turns[i] for i in self.rotary_of], batches, kv)
+            turned = [turns[i] for i in self.rotary_of]
+            x, residual = self.model(x, turned, self._of_layers(batch, kv), kv)
         rows = batch.logit_rows
         x, _ = self.model.last_norm.add(x[rows], residual[rows])
         return x
+
+    def _of_layers(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> list[ForwardBatch]:
+        """The batch as each layer sees it: the pages of its group, the part in its chunk."""
+        grouped = batch.block_tables.dim() == 3
+        kinds = [
+            (self.group_of.get(i, 0) if grouped else 0, c) for i, c in enumerate(self.chunk_of)
+        ]
+        of: dict[tuple[int, int], ForwardBatch] = {}
+        for group, chunk in dict.fromkeys(kinds):
+            seen = batch.of_group(group) if grouped else batch
+            of[group, chunk] = within_chunks(seen, chunk, kv[0].k.shape[2]) if chunk else seen
+        return [of[kind] for kind in kinds]
 
     @torch.no_grad()
     def logits(self, states: Tensor, first: int = 0) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,16 +34,18 @@ class ForwardBatch:
     Sequence ``s`` owns rows ``query_starts[s]:query_starts[s+1]``: the last tokens of a context of
     ``context_lens[s]`` tokens (this step's included). ``block_tables[s]`` lists the KV blocks of
     its positions in order; ``slot_mapping[t]`` is ``block * block_size + offset`` of token ``t``.
+    Of a model whose layers have several groups of pages both have one more dimension in front:
+    each group's; what a block table lists before the first position in reach means nothing.
     Of a mixture: ``forced_experts`` says what tokens are routed to (-1: as the router chooses), and
     what they were routed to is written to ``expert_pages`` by their slots; slot -1 is the last row.
     """
 
     input_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64; [3, tokens] (time, row, column) where there are images
-    slot_mapping: Tensor  # [tokens] int64
+    slot_mapping: Tensor  # [tokens] int64, or [groups, tokens]
     query_starts: Tensor  # [sequences + 1] int32
     context_lens: Tensor  # [sequences] int32
-    block_tables: Tensor  # [sequences, max_blocks] int32, padded with 0
+    block_tables: Tensor  # [(groups,) sequences, max_blocks] int32, padded with 0
     logit_rows: Tensor  # [rows] int64: the tokens whose logits are wanted
     visual: VisualRows | None = None
     forced_experts: Tensor | None = None  # [tokens, sparse layers, experts of a token] int16
@@ -52,6 +54,16 @@ class ForwardBatch:
     adapter_rows: Tensor | None = None  # int32: the tokens that have adapters, where there are any
     adapter_tiles: Tensor | None = None  # [tiles, 3] int32: (slot, start, stop) of adapter_rows
     chosen: ChosenTokens | None = None  # of sparse attention
+    lasting_slots: Tensor | None = None  # [tokens] int64, of experts, if not ``slot_mapping``
+
+    def of_group(self, group: int) -> ForwardBatch:
+        """As the layers of one of several groups see it; the last keeps every position."""
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[group],
+            block_tables=self.block_tables[group],
+            lasting_slots=self.slot_mapping[-1],
+        )
 
 
 class RoutedExperts:
@@ -79,7 +91,8 @@ class RoutedExperts:
         """Those of all layers to their pages."""
         pages = batch.expert_pages
         if pages is not None:
-            pages[batch.slot_mapping] = torch.stack(self._chosen, 1).to(pages.dtype)
+            slots = batch.slot_mapping if batch.lasting_slots is None else batch.lasting_slots
+            pages[slots] = torch.stack(self._chosen, 1).to(pages.dtype)
 
 
 @dataclass(frozen=True, slots=True)

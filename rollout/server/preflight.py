@@ -92,7 +92,7 @@ class Preflight(Examined):
             f"memory         {self.memory}, {self.kv_bytes_per_token} bytes a token; "
             f"{mib(self.free_bytes)} free on this machine",
             f"sequences      up to {self.size.max_model_len} tokens; {self.size.num_blocks} KV "
-            "blocks",
+            "blocks" + (f"; {self.size.windows}" if self.size.windows else ""),
             f"kernels        {self.kernels}",
         ]
 
@@ -132,6 +132,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
         "pending_bytes": tables[0].pending * dtype.itemsize,
         "adapter_bytes": adapters,
         "kv_block_bytes": kv.block_bytes,
+        "kv_groups": kv.told_groups,
         "state_slot_bytes": StateShape.of(model, ranks, dtype).slot_bytes,
         "device": str(device),
     }
@@ -162,7 +163,7 @@ def _examined(
         rank_bytes=tuple(_rank_bytes(table, dtype) for table in tables),
         held=_held(config.quantization, model.quantization, dtype_name(dtype)),
         tokenizer=_tokenizer(found.load_tokenizer(config)),
-        kv_bytes_per_token=kv.block_bytes // config.block_size,
+        kv_bytes_per_token=kv.token_bytes,
         files="made up" if dummy else "names and shapes as the tables want them",
     )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from engine_core.toy_model import VOCAB, ToyExecutor, chain
+from collections.abc import Sequence as Items
+
+from engine_core.toy_model import VOCAB, WHOLE, ToyExecutor, chain
 from torch import Tensor
 
+from rollout.config import EngineConfig
 from rollout.engine.batch import encode_batch
-from rollout.engine.block_manager import BlockManager
+from rollout.engine.grouped_blocks import make_block_manager
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence, Status
 from rollout.engine.state_slots import StateSlots
 from rollout.generation import SamplingParams
+from rollout.models.kv_groups import KVGroup
 
 
 class Bench:
@@ -29,16 +33,19 @@ class Bench:
         max_seqs: int = 8,
         caching: bool = True,
         snapshots: int | None = None,
+        groups: Items[KVGroup] = WHOLE,
     ) -> None:
         self.states = None if snapshots is None else StateSlots(max_seqs, snapshots, every=2)
         self.slots: dict[int, tuple[tuple[int, int], ...]] = {}  # (token, version) they have seen
-        self.blocks = BlockManager(
-            num_blocks, block_size, salt=1, prefix_caching=caching, states=self.states
-        )
+        config = EngineConfig(
+            model="toy", block_size=block_size, enable_prefix_caching=caching,
+            max_num_batched_tokens=budget, max_num_seqs=min(max_seqs, budget),
+        )  # fmt: skip
+        self.blocks = make_block_manager(config, num_blocks, groups, 1, self.states)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=max_seqs, max_num_batched_tokens=budget
         )
-        self.toy = ToyExecutor(block_size=block_size)
+        self.toy = ToyExecutor(block_size=block_size, groups=groups)
         self.toy.call("init_kv", {"num_blocks": num_blocks})
         self.budget, self.max_seqs = budget, max_seqs
         self.all: list[Sequence] = []
@@ -146,8 +153,10 @@ class Bench:
         ]
         assert len(weights) == start
         weights += [self.toy.contents[version]] * num_new
-        states = chain(seq.token_ids[: start + num_new], weights)
-        for p in range(start):
-            slot = seq.block_table[p // size] * size + p % size
-            assert self.toy.pages[slot] == states[p], f"{seq}: position {p} holds another state"
+        states = chain(seq.token_ids[: start + num_new], weights, self.toy.groups)
+        tables = [seq.block_table, *seq.more_tables]
+        for group, table in zip(self.toy.groups, tables, strict=True):
+            for p in range(group.first(start), start):
+                slot = table[p // size] * size + p % size
+                assert self.toy.pages[slot] == states[p], f"{seq}: position {p} holds another state"
         return states[-1]

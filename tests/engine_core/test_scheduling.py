@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engine_core.bench import Bench
-from engine_core.toy_model import continuation
+from engine_core.toy_model import WHOLE, continuation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from rollout.engine.block_manager import BlockManager
 from rollout.engine.cache_root import CacheRoot
 from rollout.engine.sequence import Sequence, Status
 from rollout.generation import SamplingParams, VersionSpan
+from rollout.models.kv_groups import KVGroup
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
@@ -395,6 +396,16 @@ def test_who_ends_before_its_snapshot_was_restored_leaves_its_slot_to_others() -
     assert other.num_cached_tokens == 20
 
 
+GROUPS = [
+    tuple(KVGroup(layers=(0,), window=window, chunk=chunk) for window, chunk in reaches)
+    for reaches in (
+        [(6, 0), (0, 0)],
+        [(9, 0), (5, 0), (5, 0), (0, 0)],
+        [(7, 0)],
+        [(0, 8), (0, 0)],
+        [(1, 0), (0, 0)],
+    )
+]
 OPS = st.one_of(
     st.tuples(
         st.just("submit"),
@@ -419,7 +430,7 @@ OPS = st.one_of(
     budget=st.integers(1, 40),
     max_seqs=st.integers(1, 6),
     caching=st.booleans(),
-    snapshots=st.none() | st.integers(0, 5),
+    kind=st.none() | st.integers(0, 5) | st.sampled_from(GROUPS),
 )
 def test_any_history_keeps_the_books_and_gives_the_models_tokens(
     ops: list[tuple[Any, ...]],
@@ -427,9 +438,13 @@ def test_any_history_keeps_the_books_and_gives_the_models_tokens(
     budget: int,
     max_seqs: int,
     caching: bool,
-    snapshots: int | None,
+    kind: int | tuple[KVGroup, ...] | None,
 ) -> None:
-    bench = Bench(num_blocks, 4, budget, max_seqs, caching, snapshots)
+    """``kind``: of a model with so many snapshots of states, or with groups of layers."""
+    groups = kind if isinstance(kind, tuple) else WHOLE
+    snapshots = kind if isinstance(kind, int) else None
+    num_blocks *= len(groups)
+    bench = Bench(num_blocks, 4, budget, max_seqs, caching, snapshots, groups)
     for op in ops:
         match op:
             case ("submit", length, prefix, n, max_tokens, scored):

@@ -3,7 +3,8 @@
 The state of position ``p`` mixes the weights, the token, ``p`` and the states of *all* positions
 before it, which are read from the pages through the block table, before anything of the step is
 written. The next token is that state modulo the vocabulary. So a wrong block, a stale prefix or a
-missing recompute gives a wrong token; ``chain`` says without pages what is right.
+missing recompute gives a wrong token; ``chain`` says without pages what is right. With ``groups``
+it reads each group's pages, as far as that reaches.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from torch import Tensor
 from rollout.engine.batch import decode_batch, with_drawn
 from rollout.engine.worker.job_thread import JobThread
 from rollout.errors import RolloutError, WorkerDied
+from rollout.models.kv_groups import KVGroup
 
 VOCAB = 97
 MAX_LEN = 256
 _MASK = (1 << 64) - 1
 _GARBAGE = 0xDEADBEEF
+WHOLE = (KVGroup(layers=(0,)),)
 
 Reply = tuple[dict[str, Any], dict[str, Tensor]]
 
@@ -42,13 +45,32 @@ def state_at(weights: int, token: int, position: int, context: int) -> int:
     return mix(mix(weights * 1_000_003 + token) + 31 * position + context)
 
 
-def chain(tokens: Sequence[int], weights: Sequence[int]) -> list[int]:
+def chain(
+    tokens: Sequence[int], weights: Sequence[int], groups: Sequence[KVGroup] = WHOLE
+) -> list[int]:
     """The state of every position, where ``weights[p]`` computed position ``p``."""
-    context, states = 0, []
+    context, states = 0, list[int]()
+    if groups != WHOLE:
+        for position, (token, weight) in enumerate(zip(tokens, weights, strict=True)):
+            seen = [states[group.first(position) :] for group in groups]
+            states.append(state_at(weight, token, position, context_of(position, seen)))
+        return states
     for position, (token, weight) in enumerate(zip(tokens, weights, strict=True)):
         states.append(state_at(weight, token, position, context))
         context = (context + mix(states[-1] + position)) & _MASK
     return states
+
+
+def context_of(position: int, seen: Sequence[Sequence[int]]) -> int:
+    """Of the states before ``position`` that each group sees."""
+    return (
+        sum(
+            number * mix(state + position - len(states) + i)
+            for number, states in enumerate(seen, 1)
+            for i, state in enumerate(states)
+        )
+        & _MASK
+    )
 
 
 def continuation(prompt: Sequence[int], count: int, weights: int = 0) -> list[int]:
@@ -80,8 +102,9 @@ class ToyExecutor:
         block_size: int = 4,
         free_bytes: int = 1 << 20,
         thread: JobThread | None = None,
+        groups: Sequence[KVGroup] = WHOLE,
     ) -> None:
-        self.size = size
+        self.size, self.groups = size, groups
         self.thread = thread
         self.begun = 0
         self.halt_at = 0  # the step after which it clears its gate itself
@@ -167,7 +190,8 @@ class ToyExecutor:
         sizes = {"free_bytes": self.free_bytes, "weight_bytes": 1000, "kv_block_bytes": 100}
         facts = {"device": "cpu", "version": self.version, "hidden_states": False}
         start = {"rank": 0, "bytes_read": 0, "read_seconds": 0.0, "seconds": 0.0}
-        return {**facts, **sizes, **start}, {}
+        told = [[len(group.layers), group.window, group.chunk] for group in self.groups]
+        return {**facts, **sizes, **start, "kv_groups": told}, {}
 
     def _init_kv(self, args: Any, tensors: Any) -> Reply:
         self.pages = [_GARBAGE] * (args["num_blocks"] * self.block_size)
@@ -210,14 +234,18 @@ class ToyExecutor:
         if "previous_rows" in tensors:
             batch = with_drawn(batch, tensors, drawn)
         starts = batch.query_starts.tolist()
-        contexts = [self._context(batch, s) for s in range(len(starts) - 1)]
+        whole = self.groups == WHOLE
+        contexts = [self._context(batch, s) if whole else 0 for s in range(len(starts) - 1)]
         states: list[int] = []
         version, weights = self._by(args)
         for s, context in enumerate(contexts):
             for row in range(starts[s], starts[s + 1]):
                 position = int(batch.positions[row])
+                if not whole:
+                    context = context_of(position, self._seen(batch, s, position))
                 states.append(state_at(weights, int(batch.input_ids[row]), position, context))
-                self.pages[int(batch.slot_mapping[row])] = states[-1]
+                for slot in batch.slot_mapping.view(-1, len(batch.input_ids))[:, row].tolist():
+                    self.pages[slot] = states[-1]
                 context = (context + mix(states[-1] + position)) & _MASK
         return self._reply([states[row] for row in batch.logit_rows.tolist()], sampling, version)
 
@@ -227,6 +255,15 @@ class ToyExecutor:
         table, size = batch.block_tables[s].tolist(), self.block_size
         stored = [self.pages[table[p // size] * size + p % size] for p in range(first)]
         return sum(mix(state + p) for p, state in enumerate(stored)) & _MASK
+
+    def _seen(self, batch: Any, s: int, position: int) -> list[list[int]]:
+        """What each group sees before a position, from its own pages."""
+        tables = batch.block_tables.view(len(self.groups), -1, batch.block_tables.shape[-1])
+        size, found = self.block_size, []
+        for group, table in zip(self.groups, tables[:, s].tolist(), strict=True):
+            reach = range(group.first(position), position)
+            found.append([self.pages[table[p // size] * size + p % size] for p in reach])
+        return found
 
     def _reply(self, states: list[int], sampling: Any, version: int) -> Reply:
         count = len(sampling.counters)

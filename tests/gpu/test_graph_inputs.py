@@ -84,6 +84,36 @@ def test_inputs_stay_where_they_are_and_padding_has_no_slot() -> None:
     assert not inputs.fits(_batch(1, width=5))
 
 
+def test_each_group_of_layers_has_slots_and_tables_of_its_own() -> None:
+    inputs = DecodeInputs(6, 4, CPU, groups=3)
+    batches = [_batch(2, width=width, contexts=(7, 4)) for width in (2, 2, 2)]
+    slots = torch.stack([batch.slot_mapping + 100 * i for i, batch in enumerate(batches)])
+    tables = torch.stack([batch.block_tables + 10 * i for i, batch in enumerate(batches)])
+    batch = replace(batches[0], slot_mapping=slots, block_tables=tables)
+    inputs.fill(_grouped(3), 4)
+    inputs.fill(batch, 4)
+    got = inputs.batch(4)
+    assert is_decode(got)
+    for i in range(3):
+        seen, wanted = got.of_group(i), batch.of_group(i)
+        assert torch.equal(seen.slot_mapping[:2], wanted.slot_mapping)
+        assert seen.slot_mapping[2:].tolist() == [-1, -1]
+        assert torch.equal(seen.block_tables[:2, :2], wanted.block_tables)
+        assert torch.equal(seen.lasting_slots[:2], slots[-1])
+    assert got.context_lens.tolist() == [7, 4, 1, 1]
+    assert not inputs.fits(_batch(1, width=5))
+
+
+def _grouped(groups: int) -> ForwardBatch:
+    batch = _batch(4)
+    slots, tables = batch.slot_mapping, batch.block_tables
+    return replace(
+        batch,
+        slot_mapping=slots.expand(groups, *slots.shape),
+        block_tables=tables.expand(groups, *tables.shape),
+    )
+
+
 @pytest.mark.skipif(not triton_runs() or torch.cuda.is_available(), reason="needs the interpreter")
 def test_padded_rows_change_no_row_and_no_page() -> None:
     """Store and attend with the padding of a captured batch, beside the same without it."""

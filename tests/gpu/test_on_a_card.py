@@ -254,6 +254,20 @@ def test_every_architecture_gives_what_a_cpu_gives(tmp_path: Path, arch: str) ->
         ]
 
 
+def test_layers_with_windows_and_without_give_what_a_cpu_gives(tmp_path: Path) -> None:
+    """Captured, each with block tables of its own; beyond several windows."""
+    write_tiny(tmp_path, "gemma2", vocab_size=96)
+    prompts = [[(5 * i + j) % 96 for j in range(18 + i)] for i in range(2)]
+    found = []
+    for device, graphs in (("cuda", "on"), ("cpu", "auto")):
+        with _engine(tmp_path, device=device, cuda_graphs=graphs, block_size=4) as engine:
+            found.append([out.outputs[0] for out in engine.generate(prompts, GREEDY)])
+    for ours, wanted in zip(*found, strict=True):
+        assert ours.token_ids == wanted.token_ids
+        pair = [torch.tensor(each.logprobs.raw) for each in (ours, wanted)]
+        torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-3)
+
+
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "staged on the host": ({"staging": "host"}, {}),
     "not staged, a copy kept": ({"undo": "host"}, {"staging": "none"}),

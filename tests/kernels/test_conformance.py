@@ -142,6 +142,24 @@ def test_attention_never_reads_beyond_the_context() -> None:
         assert torch.equal(run(q, *clean, starts, context, tables, scale), wanted)
 
 
+@pytest.mark.parametrize("window", [1, 20, 150])
+def test_attention_never_reads_before_its_windows(window: int) -> None:
+    """Blocks that all of them have left belong to others: their entries name one that holds NaN."""
+    arguments = attention([(5, 300), (1, 270), (1, 8)], block=32, window=window)
+    q, k, v, starts, context, tables, *rest = arguments
+    used = {int(page) for row in tables for page in row}
+    other = next(page for page in range(len(k)) if page not in used)
+    k[other], v[other] = float("nan"), float("nan")
+    stale = tables.clone()
+    for s, length in enumerate(context.tolist()):
+        first = max(0, length - int(starts[s + 1] - starts[s]) + 1 - window)
+        stale[s, : first // 32] = other
+    assert not torch.equal(stale, tables)
+    for run in backends(kernels.paged_attention).values():
+        wanted = run(q, k, v, starts, context, tables, *rest)
+        assert torch.equal(run(q, k, v, starts, context, stale, *rest), wanted)
+
+
 def test_a_nan_in_the_context_is_seen() -> None:
     q, k, v, starts, context, tables, scale = attention([(1, 37)])
     v[tables[0, 0], 0, 3] = float("nan")

@@ -72,7 +72,8 @@ class DecodeGraphs:
     """Captures ``forward`` for each of ``sizes`` and replays the smallest that holds a batch.
 
     All ranks of a model build it with the same sizes and give it the same batches, since captured
-    collectives run in lockstep. ``max_blocks``: the longest block table. ``beside``: another
+    collectives run in lockstep. ``max_blocks``: the longest block table; ``groups``: how many a
+    sequence has. ``beside``: another
     set, never replayed at the same time, whose inputs and memory this one shares. ``draws``: what
     ``FusedSampler`` does with the logits, too; the attribute is None where that could not be.
     """
@@ -85,10 +86,11 @@ class DecodeGraphs:
         device: torch.device,
         beside: DecodeGraphs | None = None,
         draws: bool = False,
+        groups: int = 1,
     ) -> None:
         self.device = device
         self.inputs: DecodeInputs = (
-            beside.inputs if beside else DecodeInputs(max(sizes), max_blocks, device)
+            beside.inputs if beside else DecodeInputs(max(sizes), max_blocks, device, groups)
         )
         self.pool: Any = beside.pool if beside else torch.cuda.graph_pool_handle()
         self._captured: dict[int, tuple[Any, Tensor]] = {}  # by size: a graph, and its logits

@@ -33,28 +33,38 @@ class DecodeInputs:
 
     One transfer moves what is short, settings of the sampler included, a second the rows of the
     block tables in use. Padding rows have no slot, so they write nothing, and read the first
-    position of block 0; what they draw is the likeliest.
+    position of block 0; what they draw is the likeliest. Of several ``groups`` each has slots and
+    block tables of its own.
     """
 
-    def __init__(self, rows: int, max_blocks: int, device: torch.device) -> None:
-        self.rows, self.max_blocks = rows, max_blocks
+    def __init__(self, rows: int, max_blocks: int, device: torch.device, groups: int = 1) -> None:
+        self.rows, self.max_blocks, self.groups = rows, max_blocks, groups
         on_card = device.type == "cuda"
-        words = sum(_words(rows))
+        words = sum(_words(rows, self.groups))
         self._host = torch.zeros(words, dtype=torch.int64, pin_memory=on_card)
         self._device = torch.zeros(words, dtype=torch.int64, device=device)
-        shape = (rows, max_blocks)
+        shape = (rows, max_blocks) if groups < 2 else (groups, rows, max_blocks)
         self._host_tables = torch.zeros(shape, dtype=torch.int32, pin_memory=on_card)
         self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(rows, device=device)
         self._copied: Any = _cuda.Event() if on_card else None
+        # A copy for each group: the rows of all do not lie behind one another.
+        several = groups > 1
+        self._tables_of_groups = [
+            *zip(
+                self._host_tables if several else (self._host_tables,),
+                self._tables if several else (self._tables,),
+                strict=True,
+            )
+        ]
         self._columns: list[NDArray[Any]] = [each.numpy() for each in self._views(self._host)]
         self._block_rows: NDArray[np.int32] = self._host_tables.numpy()
         self._clear(0, rows)
         self._device.copy_(self._host)
 
     def fits(self, batch: ForwardBatch) -> bool:
-        count, width = batch.block_tables.shape
+        count, width = batch.block_tables.shape[-2:]
         told = (batch.visual, batch.state_slots, batch.adapter_rows, batch.forced_experts)
         plain = batch.positions.dim() == 1 and all(one is None for one in told)
         return plain and count <= self.rows and width <= self.max_blocks
@@ -70,24 +80,25 @@ class DecodeInputs:
         """
         if self._copied is not None:
             self._copied.synchronize()  # the transfer of the step before
-        count, width = batch.block_tables.shape
+        count, width = batch.block_tables.shape[-2:]
         ids, positions, slots, lengths, top_k, draws, numbers = self._columns
         here = batch.input_ids.device.type == "cpu"
         ids[:count] = batch.input_ids.numpy() if here else 0
         positions[:count] = batch.positions.numpy()
-        slots[:count] = batch.slot_mapping.numpy()
+        slots[..., :count] = batch.slot_mapping.numpy()
         lengths[:count] = batch.context_lens.numpy()
-        moved = _words(self.rows)[0]
+        moved = _words(self.rows, self.groups)[0]
         if sampling is not None:
             moved = len(self._host)
             top_k[:count], numbers[:count] = sampling.top_k, row_numbers(sampling)
             draws[:count] = uniforms(sampling.seeds, sampling.counters)
         self._clear(count, size)
-        self._block_rows[:count, :width] = batch.block_tables.numpy()
+        self._block_rows[..., :count, :width] = batch.block_tables.numpy()
         self._device[:moved].copy_(self._host[:moved], non_blocking=True)
         if not here:
             self._device[:count] = batch.input_ids
-        self._tables[:count].copy_(self._host_tables[:count], non_blocking=True)
+        for here, there in self._tables_of_groups:
+            there[:count].copy_(here[:count], non_blocking=True)
         if self._copied is not None:
             self._copied.record(_cuda.current_stream(self._device.device))
 
@@ -97,10 +108,10 @@ class DecodeInputs:
         return ForwardBatch(
             input_ids=ids[:size],
             positions=positions[:size],
-            slot_mapping=slots[:size],
+            slot_mapping=slots[..., :size],
             query_starts=self._starts[: size + 1],
             context_lens=lengths[:size],
-            block_tables=self._tables[:size],
+            block_tables=self._tables[..., :size, :],
             logit_rows=self._logit_rows[:size],
         )
 
@@ -115,21 +126,22 @@ class DecodeInputs:
         ids, positions, slots, lengths, top_k, draws, numbers = self._columns
         for column in (ids, positions, top_k, draws, numbers):
             column[start:stop] = 0
-        slots[start:stop], lengths[start:stop] = -1, 1
-        self._block_rows[start:stop, :1] = 0
+        slots[..., start:stop], lengths[start:stop] = -1, 1
+        self._block_rows[..., start:stop, :1] = 0
 
     def _views(self, words: Tensor) -> list[Tensor]:
         """ids, positions, slots and lengths; top_k, draws and numbers."""
-        n = self.rows
-        model, sampler = torch.split(words, _words(n))
+        n, groups = self.rows, self.groups
+        model, sampler = torch.split(words, _words(n, groups))
+        slots = model[2 * n : (2 + groups) * n]
         return [
-            *(model[:n], model[n : 2 * n], model[2 * n : 3 * n]),
-            model[3 * n :].view(torch.int32)[:n],
+            *(model[:n], model[n : 2 * n], slots if groups == 1 else slots.view(groups, n)),
+            model[(2 + groups) * n :].view(torch.int32)[:n],
             *(sampler[:n], sampler[n : 2 * n].view(torch.float64)),
             sampler[2 * n :].view(torch.float32)[: 3 * n].view(n, 3),
         ]
 
 
-def _words(rows: int) -> list[int]:
+def _words(rows: int, groups: int) -> list[int]:
     """How many of 8 bytes the model's inputs take, and the sampler's."""
-    return [3 * rows + -(-rows // 2), 2 * rows + -(-3 * rows // 2)]
+    return [(2 + groups) * rows + -(-rows // 2), 2 * rows + -(-3 * rows // 2)]

@@ -117,7 +117,10 @@ class GraphSets:
 
     def _capture_over(self, model: Model, kv: KVCache) -> None:
         pages, experts, block = kv.layers, kv.experts, self._config.block_size
-        max_blocks = -(-min(model.max_len, kv.num_blocks * block) // block)
+        longest, groups = model.max_len, kv.shape.groups
+        if not groups or not groups[-1].forgets:  # else there are more positions than places
+            longest = min(longest, kv.num_blocks * block)
+        max_blocks = -(-longest // block)
         graphs = DecodeGraphs(
             lambda batch: model(replace(batch, expert_pages=experts), pages),
             self._sizes,
@@ -125,6 +128,7 @@ class GraphSets:
             self._device,
             next(iter(self._decode.values()), None),
             draws=self._draws,
+            groups=max(len(groups), 1),
         )
         self._draws = graphs.draws is not None  # else it would fail again
         self._decode[model] = graphs
@@ -137,7 +141,9 @@ class GraphSets:
         beside = next(iter(self._prefill.values()), None)
         if beside is None:
             tokens, sequences = (max(of) for of in zip(*self._shapes, strict=True))
-            inputs = PrefillInputs(tokens, sequences, max_blocks, self._device)
+            inputs = PrefillInputs(
+                tokens, sequences, max_blocks, self._device, groups=max(len(kv.shape.groups), 1)
+            )
         else:
             inputs = beside.inputs
         try:

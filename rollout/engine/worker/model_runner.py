@@ -112,6 +112,7 @@ class ModelRunner:
             "weight_bytes": self.weight_bytes,
             "pending_bytes": self.table.pending * self.dtype.itemsize,
             "kv_block_bytes": self.kv.shape.block_bytes,
+            "kv_groups": self.kv.shape.told_groups,
             "graph_bytes": self._graphs.nbytes(),
             "adapter_bytes": 0 if self.adapters is None else self.adapters.nbytes,
             "state_slot_bytes": self.states.shape.slot_bytes,

@@ -139,7 +139,7 @@ class RankProfile:
             rows, lengths = len(tensors["positions"]), tensors["context_lens"]
             kind = DECODE if rows == len(lengths) else PREFILL
             shape = self._runner.kv.shape
-            kv = int(lengths.sum()) * shape.page_bytes // shape.block_size
+            kv = shape.bytes_read(lengths)
             self._spans.end_step(kind, weight_bytes=self._read, kv_bytes=kv)
             return reply
 

@@ -293,6 +293,9 @@ INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scra
         int keys = stop - key < KEYS ? stop - key : KEYS;
         int whole = whole_vectors(keys);
         locate(p, t.sequence, t.head, key, keys, s->k_rows, s->v_rows, size);
+        /* What no query of the tile sees may be anything by now, and weighs 0. */
+        for (int j = first_key(p, position) - key, own = j; j-- > 0;)
+            s->k_rows[j] = s->k_rows[own], s->v_rows[j] = s->v_rows[own];
         for (int j = 0; j < whole; j += VW) {
             if (j + VW < whole) fetch(s->k_rows + j + VW, VW, dim * size);
             fetch(s->v_rows + j, keys - j < VW ? keys - j : VW, dim * size);

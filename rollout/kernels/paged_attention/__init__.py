@@ -28,7 +28,8 @@ def paged_attention(
     the last tokens of its context of context_lens[s] tokens (int32 [S]), all of them already in
     the cache, position p in block block_tables[s, p // block] (int32 [S, M]). A sequence
     without rows is skipped. Prefill, chunked prefill and decode are this one case.
-    ``window``: how many keys a query sees, its own included; 0 for all. ``softcap``: scaled scores
+    ``window``: how many keys a query sees, its own included; 0 for all. Where a block lies before
+    the windows of all rows of a sequence, its number may be stale. ``softcap``: scaled scores
     become ``softcap * tanh(score / softcap)``; 0 for no cap. ``sinks``: float32 [H], a score of
     each head that takes part in its softmax and has no value.
     Sums and softmax are float32 (float64 for float64 inputs).

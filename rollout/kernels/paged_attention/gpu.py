@@ -262,6 +262,8 @@ def _attend(
         for begin in range(low, high, KEYS):
             key = begin + tl.arange(0, KEYS)
             real = key < end
+            if WINDOW:  # what lies before it may be anything by now
+                real = real & (key > context - stop + first - window)
             page = tl.load(table + key // block, mask=real, other=0).to(tl.int64)
             where = ((page * kv_heads + kv_head) * block + key % block) * DIM
             there = where[:, None] + column[None, :]

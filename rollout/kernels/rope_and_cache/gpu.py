@@ -30,7 +30,7 @@ def rope_and_cache(
     tokens, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
     q, k, values = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, values))
-    cos, sin, half = cos.contiguous(), sin.contiguous(), cos.shape[1] // 2
+    cos, sin, slots, half = *(x.contiguous() for x in (cos, sin, slots)), cos.shape[1] // 2
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q_blocks = triton.cdiv(heads, _HEADS)
     launch(
