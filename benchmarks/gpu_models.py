@@ -122,6 +122,19 @@ def pinned(implementation: str) -> Iterator[None]:
             op._by_device = kept
 
 
+@contextmanager
+def launched_in_turn() -> Iterator[None]:
+    """No kernel is launched while the one before it runs."""
+    from rollout.kernels import gpu_launch
+
+    before = gpu_launch.overlaps
+    gpu_launch.overlaps = lambda _: False
+    try:
+        yield
+    finally:
+        gpu_launch.overlaps = before
+
+
 class Model:
     """A Llama with random weights on the device, its KV pages and a sampler."""
 

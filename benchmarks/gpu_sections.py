@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_models import Model, measure, measure_replay
+from gpu_models import Model, launched_in_turn, measure, measure_replay
 from torch import Tensor
 
 from rollout import kernels
@@ -216,6 +216,9 @@ def decode(name: str) -> Callable[[Any], None]:
                 report.add(f"{name} decode, batch {batch}", seconds * 1e3, "ms/step")
                 apart = model.decode(batch, context, draws=False)
                 report.add(f"{name} decode, batch {batch}, sampler apart", apart * 1e3, "ms/step")
+                with launched_in_turn():
+                    turns = model.decode(batch, context)
+                report.add(f"{name} decode, batch {batch}, in turn", turns * 1e3, "ms/step")
                 rate = 1 / seconds
                 report.add(f"{name} decode, batch {batch}", rate, "steps/s", "memory", 1 / bound)
             for tokens in (8,) if report.dry else (128, 512):

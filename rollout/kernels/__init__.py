@@ -22,6 +22,7 @@ from rollout.kernels.gated_linear import gated_linear
 from rollout.kernels.linear import linear
 from rollout.kernels.lora_linear import lora_linear
 from rollout.kernels.nontemporal_copy import nontemporal_copy
+from rollout.kernels.norm_rope_and_cache import norm_rope_and_cache
 from rollout.kernels.paged_attention import batch_invariant_attention, paged_attention
 from rollout.kernels.quantize import quantize
 from rollout.kernels.quantized_experts import quantized_experts
@@ -59,6 +60,7 @@ __all__ = [
     "linear",
     "lora_linear",
     "nontemporal_copy",
+    "norm_rope_and_cache",
     "paged_attention",
     "quantize",
     "quantized_experts",

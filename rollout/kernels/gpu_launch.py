@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels.gpu_support import interpreted
+from rollout.kernels.gpu_support import interpreted, overlaps
 
 #: dtypes that the kernels are made for; others run the reference
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,6 +23,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HELD = 4096  # elements of a state that one program keeps in registers
 
 INTERPRETED = tl.constexpr(interpreted())
+
+_cuda: Any = getattr(tl.extra, "cuda", None)
+_gdc_launch_dependents: Any = getattr(_cuda, "gdc_launch_dependents", None)
+_gdc_wait: Any = getattr(_cuda, "gdc_wait", None)
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,19 @@ def launch(
     *arguments: Any,
     warps: int = 4,
     stages: int = 2,
+    overlap: bool = False,
     **constants: Any,
 ) -> None:
     """Run ``kernel`` over ``grid``; an empty grid runs nothing. ``constants`` are ``constexpr``.
 
-    On the device of the first tensor, which need not be the current one.
+    On the device of the first tensor, which need not be the current one. ``overlap``: the kernel
+    takes OVERLAP and begins with ``await_kernel_before``; where the device can, it is launched
+    while the kernel before it still runs.
     """
+    device = arguments[0].device
+    if overlap:
+        able = _records is not None or overlaps(device)
+        constants["OVERLAP"] = able and _gdc_wait is not None
     if _records is not None:
         _records.append(Launch(kernel, arguments, constants, warps, stages))
         return
@@ -69,7 +80,8 @@ def launch(
         return
     run = kernel[grid]
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    device = arguments[0].device
+    if constants.get("OVERLAP"):
+        options["launch_pdl"] = True
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             run(*arguments, **constants, **options)
@@ -85,6 +97,16 @@ def power_of_2(n: int) -> int:
 def held_columns(rows: int, columns: int) -> int:
     """How many columns of a state of ``rows``, a power of two, one program keeps in registers."""
     return max(1, min(power_of_2(columns), _HELD // rows))
+
+
+@triton.jit
+def await_kernel_before(overlap: tl.constexpr):
+    """Before this no program may touch the device's memory: the kernel before may still write it,
+    or read what this one writes. The next kernel may be launched from here on, and waits likewise.
+    """
+    if overlap:
+        _gdc_launch_dependents()
+        _gdc_wait()
 
 
 @triton.jit

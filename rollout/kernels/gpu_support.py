@@ -37,3 +37,13 @@ def multiprocessors(device: torch.device) -> int:
 @functools.cache
 def _count(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel's launch may begin before the kernel in front of it has ended (programmatic
+    dependent launch, from compute capability 9.0 on).
+    """
+    if device.type != "cuda" or interpreted():
+        return False
+    return bool(torch.cuda.get_device_properties(device).major >= 9)

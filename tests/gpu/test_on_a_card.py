@@ -28,6 +28,7 @@ from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import DrawGraphs
 from rollout.errors import ChecksumMismatch
+from rollout.kernels import gpu_launch
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.delta import decode
 from rollout.weight_sync.protocol.messages import BucketEntry
@@ -82,6 +83,19 @@ def test_captured_decoding_gives_what_plain_decoding_gives(tiny_qwen3: Path) -> 
         assert greedy_tokens(apart) == ours
         [alone] = apart.generate(PROMPTS[:1], GREEDY)
         assert alone.outputs[0].token_ids == ours[0]
+
+
+@pytest.mark.skipif(PRETENDED, reason="the interpreter launches one kernel after the other")
+def test_overlapping_kernels_give_the_bits_of_kernels_in_turn(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for overlap in (True, False):
+        if not overlap:
+            monkeypatch.setattr(gpu_launch, "overlaps", lambda _: False)
+        with card_engine(tiny_qwen3, staging="none") as engine:
+            found.append([out.outputs[0].logprobs for out in engine.generate(PROMPTS, GREEDY)])
+    assert found[0] == found[1]
 
 
 # Calls that a captured draw takes, with filters and without, and one with a row that needs another

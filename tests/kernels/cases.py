@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,6 +153,19 @@ def _rotaries() -> Iterator[Case]:
                 yield Case(
                     "rope_and_cache", f"{name}, keys alone", latent, writes=(5,), returns=True
                 )
+
+            def normed(
+                t: torch.dtype, make: Any = make, dim: int = dim, offset: float | None = None
+            ) -> tuple[Any, ...]:
+                q, k, v, *rest = make(t)
+                weights = (1 + _randn(dim, seed=s).to(t) / 4 for s in (5, 6))
+                return q, k, v, *weights, 1e-6, offset, *rest
+
+            options = {"writes": (9, 10), "returns": True}
+            yield Case("norm_rope_and_cache", name, normed, **options)
+            if not wide:
+                plus = partial(normed, offset=1.0)
+                yield Case("norm_rope_and_cache", f"{name}, weights from 1", plus, **options)
 
 
 def _gates() -> Iterator[Case]:

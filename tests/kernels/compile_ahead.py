@@ -152,10 +152,16 @@ def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
             slots = torch.zeros(2, dtype=torch.int64)
             args = (q, k, k.clone(), turn, turn, kv, kv.clone(), slots)
             yield "rope_and_cache", lambda args=args: kernel("rope_and_cache")(*args)
+            norm = (torch.zeros(dim, dtype=dtype), torch.zeros(dim, dtype=dtype), 1e-6, None)
+            args = (*args[:3], *norm, *args[3:])
+            yield "norm_rope_and_cache", lambda a=args: kernel("norm_rope_and_cache")(*a)
     q, k, t = torch.zeros(2, 32, 80), torch.zeros(2, 8, 80), torch.zeros(2, 20)
     cache, slots = torch.zeros(9, 8, 32, 80), torch.zeros(2, dtype=torch.int64)
     args = (q, k, k.clone(), t, t, cache, cache.clone(), slots)
     yield "rope_and_cache", lambda: kernel("rope_and_cache")(*args)
+    weights = torch.zeros(80), torch.zeros(80), 1e-6, 1.0
+    normed = (*args[:3], *weights, *args[3:])
+    yield "norm_rope_and_cache", lambda: kernel("norm_rope_and_cache")(*normed)
 
 
 def _selections() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -207,6 +213,17 @@ def compile_launch(launch: Launch) -> Any:
     return triton.compile(source, target=TARGET, options=options)
 
 
+def _waits(ptx: str) -> bool | None:
+    """Whether the kernel waits for the one before it ahead of all that it reads and writes; None:
+    it does not overlap.
+    """
+    wait = ptx.find("griddepcontrol.wait")
+    if wait < 0:
+        return None
+    accesses = ("ld.global", "st.global", "cp.async", "atom.global")
+    return all(wait < at for op in accesses if (at := ptx.find(op)) >= 0)
+
+
 def main() -> None:
     """Record what the calls launch, compile each once, print what came of it."""
     found: dict[str, tuple[str, Launch]] = {}
@@ -222,7 +239,9 @@ def main() -> None:
     for what, (op, launch) in list(found.items())[share::shares]:
         row: dict[str, Any] = {"op": op, "kernel": what}
         try:
-            row["shared"] = compile_launch(launch).metadata.shared
+            compiled = compile_launch(launch)
+            row["shared"] = compiled.metadata.shared
+            row["waits"] = _waits(compiled.asm["ptx"])
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:2000]
         print(json.dumps(row), flush=True)

@@ -42,6 +42,10 @@ def test_every_kernel_compiles_for_sm_90_and_fits_its_shared_memory() -> None:
     failed = [row for row in found if "error" in row]
     assert not failed, json.dumps(failed, indent=1)
     assert [row for row in found if row["shared"] > SHARED_MEMORY] == []
+    overlapping = {"rms_norm", "add_rms_norm", "paged_attention"}
+    overlapping |= {"rope_and_cache", "norm_rope_and_cache"}
+    assert {row["op"] for row in found if row["waits"] is not None} == overlapping
+    assert [row for row in found if row["waits"] is False] == []
     with_kernels = {p.parent.name for p in (ROOT / "rollout/kernels").glob("*/gpu.py")}
     products = {"gated_linear", "quantized_linear"}  # launch silu_mul behind the library's product
     assert {row["op"] for row in found} >= with_kernels - products

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.gpu_launch import FLOATS, launch, multiply, narrow, power_of_2
+from rollout.kernels.gpu_launch import (
+    FLOATS,
+    await_kernel_before,
+    launch,
+    multiply,
+    narrow,
+    power_of_2,
+)
 from rollout.kernels.gpu_support import multiprocessors
 from rollout.kernels.paged_attention import has_few_queries
 from rollout.kernels.paged_attention import paged_attention as op
@@ -156,6 +163,7 @@ def attend(
         SINKS=sinks is not None,
         warps=tiles.warps,
         stages=tiles.stages,
+        overlap=True,
     )
     if splits > 1:
         size = power_of_2(dim)
@@ -167,6 +175,7 @@ def attend(
             BLOCK_D=size,
             N=splits,
             SINKS=sinks is not None,
+            overlap=True,
         )
     return out
 
@@ -226,7 +235,9 @@ def _attend(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_kernel_before(OVERLAP)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     sequence = _sequence_of(tile, query_starts, sequences, QUERIES)
     start = tl.load(query_starts + sequence)
@@ -353,7 +364,9 @@ def _add(
     BLOCK_D: tl.constexpr,
     N: tl.constexpr,
     SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_kernel_before(OVERLAP)
     """Sum of the splits' results, each by the mass of its keys."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = tl.num_programs(1)

@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.gpu_launch import FLOATS, launch, narrow, power_of_2, rounded
+from rollout.kernels.gpu_launch import (
+    FLOATS,
+    await_kernel_before,
+    launch,
+    narrow,
+    power_of_2,
+    rounded,
+)
 from rollout.kernels.rms_norm import rms_norm as op
 
 _AT_ONCE = 4096  # elements of one program; a row's bits never depend on how many rows there are
@@ -71,6 +78,7 @@ def normalise(
         RESIDUAL=residual,
         WIDE=offset is not None,
         warps=4 if block <= _AT_ONCE else 8,
+        overlap=True,
     )
 
 
@@ -92,7 +100,9 @@ def _normalise(
     ROWS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_kernel_before(OVERLAP)
     dtype = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -10,6 +10,7 @@ for any number of cuts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -48,7 +49,7 @@ def keep(logits: Tensor, peaks: Tensor, given: Tensor, numbers: Tensor, top_k: T
     edges = torch.empty(2, rows, dtype=torch.int64, device=device)
     kept = torch.empty(rows, segments, device=device)
     arguments = (logits, peaks, given, numbers, top_k, sums, bounds, edges, kept)
-    shape = {
+    shape: dict[str, Any] = {
         "LEAST": _LEAST >> shift,
         "STAGES": stages,
         "WAYS": ways,

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rollout.kernels import batch_invariant_attention, paged_attention, rope_and_cache
+from rollout.kernels import (
+    batch_invariant_attention,
+    norm_rope_and_cache,
+    paged_attention,
+    rope_and_cache,
+)
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer, rows_slot
 from rollout.models.layers.linear import QKVLinear, RowLinear
-from rollout.models.layers.norm import HeadsNorm, RowNorm, UnitNorm, make_norm
+from rollout.models.layers.norm import HeadsNorm, RMSNorm, RowNorm, UnitNorm, make_norm
 from rollout.weights import WeightSlot
 
 Turn = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [T, rotated dims]
@@ -53,11 +58,7 @@ class Attention(nn.Module):
         q, k, v = heads.split((wide, self.kv_heads, self.kv_heads), dim=1)
         if self.gated:
             q, gate = q.unflatten(1, (self.heads, 2)).unbind(2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self._normalise(q, k)
-        if self.turned:
-            q, k = apart(q, self.turned), apart(k, self.turned)
-        q = rope_and_cache(q, k, v, *turn, kv.k, kv.v, batch.slot_mapping)
+        q = self._turn(q, k, v, turn, kv, batch.slot_mapping)
         if self.growth is not None:
             periods = (batch.positions + self.growth.ahead) // self.growth.period
             grown = torch.log(1 + periods) * self.growth.beta
@@ -78,6 +79,21 @@ class Attention(nn.Module):
             out = out * torch.sigmoid(gate)
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
+
+    def _turn(
+        self, q: Tensor, k: Tensor, v: Tensor, turn: Turn, kv: LayerKV, slots: Tensor
+    ) -> Tensor:
+        """q normalised and turned; k, likewise, and v are in the cache."""
+        norm, other, in_parts = self.q_norm, self.k_norm, self.turned or not q.is_cuda
+        if isinstance(norm, RMSNorm) and isinstance(other, RMSNorm) and not in_parts:
+            # One launch; on a CPU they cost no more apart.
+            weights = norm.weight, other.weight, norm.eps, norm.offset
+            return norm_rope_and_cache(q, k, v, *weights, *turn, kv.k, kv.v, slots)
+        if norm is not None and other is not None:
+            q, k = self._normalise(q, k)
+        if self.turned:
+            q, k = apart(q, self.turned), apart(k, self.turned)
+        return rope_and_cache(q, k, v, *turn, kv.k, kv.v, slots)
 
     def squares(self, x: Tensor, heads: int) -> Tensor:
         """[T, 1]: of all ``heads`` of all ranks, added in an order of their own; x: those here."""
