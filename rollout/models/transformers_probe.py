@@ -261,7 +261,8 @@ def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]
 
 
 def _takes(module: Any, argument: str) -> bool:
-    return argument in _arguments(type(module))
+    kind: Any = type(module)
+    return argument in _arguments(kind)
 
 
 def _hands_on(kind: Any) -> bool:

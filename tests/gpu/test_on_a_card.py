@@ -274,7 +274,7 @@ def test_layers_with_windows_and_without_give_what_a_cpu_gives(tmp_path: Path) -
     prompts = [[(5 * i + j) % 96 for j in range(18 + i)] for i in range(2)]
     found = []
     for device, graphs in (("cuda", "on"), ("cpu", "auto")):
-        with _engine(tmp_path, device=device, cuda_graphs=graphs, block_size=4) as engine:
+        with card_engine(tmp_path, device=device, cuda_graphs=graphs, block_size=4) as engine:
             found.append([out.outputs[0] for out in engine.generate(prompts, GREEDY)])
     for ours, wanted in zip(*found, strict=True):
         assert ours.token_ids == wanted.token_ids
