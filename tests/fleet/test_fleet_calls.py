@@ -100,7 +100,7 @@ class OneMember:
         return [self.member] if self.member else []
 
     def standings(self):
-        return {link.name: SimpleNamespace(waiting=0) for link in self.serving()}
+        return {link.name: SimpleNamespace(waiting=0, kv_usage=0.0) for link in self.serving()}
 
     def life(self, name):
         return self.born
