@@ -51,10 +51,10 @@ from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
     Seal,
-    UpdateReceipt,
     UpdateRequest,
     WeightInfo,
 )
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.wire import frames
 from rollout.wire.codec import from_json, from_plain, parsed, to_plain

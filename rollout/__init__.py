@@ -46,7 +46,7 @@ _HOME = {
     "Trajectory": "api",
     "TransferFailed": "errors",
     "UpdateInProgress": "errors",
-    "UpdateReceipt": "weight_sync.protocol.messages",
+    "UpdateReceipt": "weight_sync.protocol.receipts",
     "VersionConflict": "errors",
     "VersionSpan": "generation",
     "WeightError": "errors",
@@ -98,8 +98,8 @@ if TYPE_CHECKING:
     from rollout.generation import SamplingParams as SamplingParams
     from rollout.generation import ScoreOutput as ScoreOutput
     from rollout.generation import VersionSpan as VersionSpan
-    from rollout.weight_sync.protocol.messages import UpdateReceipt as UpdateReceipt
     from rollout.weight_sync.protocol.messages import WeightInfo as WeightInfo
+    from rollout.weight_sync.protocol.receipts import UpdateReceipt as UpdateReceipt
     from rollout.weight_sync.trainer.sources.base import WeightSource as WeightSource
 
 

@@ -22,7 +22,8 @@ from rollout.loader import open_checkpoint, resolve_model
 from rollout.loader.peft_adapter import PeftAdapter
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.weight_report import CheckLink, check_weights
 from rollout.weight_sync.versions.adapter_files import check_name

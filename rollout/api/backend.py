@@ -10,8 +10,10 @@ from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingPa
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
-from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, WeightChannel, WeightInfo
+from rollout.weight_sync.protocol.messages import Decision, WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.version import ServerInfo

@@ -49,13 +49,10 @@ from rollout.generation import (
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
-from rollout.weight_sync.protocol.messages import (
-    Decision,
-    UpdateReceipt,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.messages import Decision, WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
 from rollout.weight_sync.versions.follower import readable

@@ -47,7 +47,8 @@ from rollout.generation import (
     scored_rows,
 )
 from rollout.rpc.convert import Messages
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.rank_rendezvous import job_address, meet
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.host import host_id

@@ -9,7 +9,8 @@ from rollout.errors import SourceFailed, VersionConflict
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.weight_sync.protocol.membership import SendTo
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 
 

@@ -10,7 +10,8 @@ from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import ConfigError
 from rollout.weight_sync.protocol.committed import DeltaBase
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.shard_layout import PlanCache
 from rollout.weight_sync.trainer.sources.update import own_adapters

@@ -42,7 +42,7 @@ from rollout.errors import ConfigError, RolloutError
 from rollout.wire.codec import to_plain
 
 if TYPE_CHECKING:
-    from rollout.weight_sync.protocol.messages import UpdateReceipt
+    from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 USER_ERROR, INTERRUPTED = 2, 130
 

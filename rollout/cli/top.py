@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from rollout.generation.metrics import EngineStats
-    from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+    from rollout.weight_sync.protocol.messages import WeightInfo
+    from rollout.weight_sync.protocol.receipts import UpdateReceipt
     from rollout.wire.version import ServerInfo
 
 PIPE_WIDTH = 160  # characters, where the output is no terminal

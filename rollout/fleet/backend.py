@@ -36,14 +36,10 @@ from rollout.generation import AnyPrompt, ChatOptions, SamplingParams
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
-from rollout.weight_sync.protocol.messages import (
-    Decision,
-    UpdateReceipt,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.protocol.unload import unload
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.host import host_id

@@ -22,13 +22,8 @@ from rollout.fleet.ways import AHEAD, FRONT, followers, ways
 from rollout.weight_sync.protocol.adapters import HeldAdapter, adapter_digest, digest_of_all
 from rollout.weight_sync.protocol.digests import MASK, total
 from rollout.weight_sync.protocol.link import StreamOffer
-from rollout.weight_sync.protocol.messages import (
-    Begun,
-    BucketHeader,
-    Seal,
-    UpdateReceipt,
-    UpdateRequest,
-)
+from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports import served
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights.components import adapter_component, component_of

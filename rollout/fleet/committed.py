@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from rollout.errors import VersionConflict
 from rollout.weight_sync.protocol.digests import total
-from rollout.weight_sync.protocol.messages import Begun, Seal, UpdateReceipt
+from rollout.weight_sync.protocol.messages import Begun, Seal
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

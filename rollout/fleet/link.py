@@ -14,7 +14,8 @@ from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls
 from rollout.weight_sync.protocol.link import Forward
 from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
-from rollout.weight_sync.protocol.messages import UpdateReceipt, UpdateRequest
+from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 LOOK_AGAIN = 30.0  # seconds until it is looked at once more why it does not answer
 

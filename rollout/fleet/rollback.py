@@ -9,7 +9,7 @@ from rollout.fleet.link import Link
 from rollout.fleet.transaction import Transaction
 from rollout.fleet.update_log import UpdateLog
 from rollout.weight_sync.protocol.membership import PrepareRollback
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 
 def roll_back(fleet: Fleet, log: UpdateLog, timeout: float) -> UpdateReceipt:

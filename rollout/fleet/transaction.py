@@ -24,7 +24,7 @@ from rollout.fleet.fleet import Fleet
 from rollout.fleet.link import Link
 from rollout.fleet.member import HAS_LEFT, said
 from rollout.fleet.update_log import UpdateLog
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 LOST = (EngineClosed, EngineRestarted, WorkerDied)
 REFUSALS = (ConfigError, EngineOverloaded, LimitExceeded)  # of the request: the member is well

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from rollout.generation.metrics import NOT_BEGUN, EngineCounters
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 KEPT_RECEIPTS = 64
 

@@ -14,7 +14,8 @@ from rollout.api import AsyncRollout, Rollout
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import WeightError
 from rollout.rpc.client import RolloutClient
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightChannel
+from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 _LOOK = 0.2  # seconds between looks at whether another engine has failed
 _AHEAD = 2  # tensors that one engine may be ahead of the slowest

@@ -26,7 +26,7 @@ from torch import Tensor
 from rollout.api import Rollout, Session, Trajectory
 from rollout.errors import ConfigError, RolloutError
 from rollout.generation import SamplingParams
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 Row = Mapping[str, Any]
 Play = Callable[[Session, Row, SamplingParams], None]

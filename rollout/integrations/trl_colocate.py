@@ -23,7 +23,7 @@ from rollout.api import Rollout
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import Completion, RequestOutput, SamplingParams
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 _LOOK = 0.2  # seconds between looks at whether the update has ended
 _PUSH = 600.0  # seconds that a trainer may take for its next tensor

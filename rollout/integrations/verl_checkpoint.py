@@ -18,7 +18,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from rollout.errors import ConfigError
 from rollout.integrations.fan_out import FanOut
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 NAME = "rollout"
 _PULL = 600.0  # seconds that verl's side may take for its next tensor

@@ -55,7 +55,8 @@ from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel, feed
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
-from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.protocol.unload import unload
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.codec import from_json

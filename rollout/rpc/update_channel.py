@@ -18,13 +18,8 @@ from rollout.rpc.chunks import UPDATE, command_to_wire, document
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import error_from_rpc, is_typed, reason
 from rollout.weight_sync.protocol.link import Forward, StreamOffer
-from rollout.weight_sync.protocol.messages import (
-    Begun,
-    BucketHeader,
-    Seal,
-    UpdateReceipt,
-    UpdateRequest,
-)
+from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.wire.codec import from_json, to_json
 from rollout.wire.frames import tensor_bytes
 

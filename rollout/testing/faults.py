@@ -31,16 +31,16 @@ from torch import Tensor
 from rollout.errors import ConfigError, TransferFailed
 from rollout.testing.damage import ends_alike, flipped, misdescribed, swapped
 from rollout.testing.pressure import exhaust_memory, fill_disk
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
     Seal,
-    UpdateReceipt,
     UpdateRequest,
-    WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports import asked, ways
 from rollout.weight_sync.transports.base import Holding, Opening, Sender, Transport
 

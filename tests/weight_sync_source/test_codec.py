@@ -16,12 +16,11 @@ from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketEntry,
     BucketHeader,
-    RankReceipt,
     Seal,
-    UpdateReceipt,
     UpdateRequest,
     WeightInfo,
 )
+from rollout.weight_sync.protocol.receipts import RankReceipt, UpdateReceipt
 from rollout.weights import Box, TensorMeta
 from rollout.wire.codec import from_json, from_plain, to_json, to_plain
 

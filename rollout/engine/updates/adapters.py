@@ -17,7 +17,8 @@ from rollout.engine.core import EngineCore
 from rollout.engine.deadline_future import DeadlineFuture
 from rollout.errors import ConfigError, EngineOverloaded, VersionConflict
 from rollout.weight_sync.protocol.adapters import adapter_digest
-from rollout.weight_sync.protocol.messages import AdapterReceipt, UpdateRequest
+from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weight_sync.protocol.receipts import AdapterReceipt
 from rollout.weights.adapters import AdapterSpec, AdapterVersion
 
 _LOOK = 0.005  # seconds between looks for a slot that a sequence has left

@@ -20,13 +20,12 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.weight_sync.protocol.digests import check_finite, combine, total
-from rollout.weight_sync.protocol.messages import (
+from rollout.weight_sync.protocol.messages import Seal, UpdateRequest
+from rollout.weight_sync.protocol.receipts import (
     AdapterReceipt,
     ComponentReceipt,
     RankReceipt,
-    Seal,
     UpdateReceipt,
-    UpdateRequest,
 )
 from rollout.weights import TensorMeta
 from rollout.weights.components import adapter_component, adapter_of, component_of

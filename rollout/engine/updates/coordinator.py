@@ -32,13 +32,8 @@ from rollout.errors import (
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.adapters import adapter_tensors, check_merged, check_room
 from rollout.weight_sync.protocol.digests import combine
-from rollout.weight_sync.protocol.messages import (
-    Decision,
-    UpdateReceipt,
-    UpdateRequest,
-    WeightInfo,
-    held_as,
-)
+from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo, held_as
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from rollout.errors import VersionConflict
 from rollout.weight_sync.protocol.digests import total
-from rollout.weight_sync.protocol.messages import Begun, Decision, Seal, UpdateReceipt
+from rollout.weight_sync.protocol.messages import Begun, Decision, Seal
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

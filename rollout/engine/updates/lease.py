@@ -37,10 +37,10 @@ from rollout.weight_sync.protocol.messages import (
     BucketHeader,
     Decision,
     Seal,
-    UpdateReceipt,
     UpdateRequest,
     Wants,
 )
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weights import TensorMeta
 from rollout.weights.components import component_of

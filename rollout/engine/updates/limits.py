@@ -10,12 +10,9 @@ from statistics import median
 from typing import Any
 
 from rollout.errors import LimitExceeded
-from rollout.weight_sync.protocol.messages import (
-    MIN_BUCKET_BYTES,
-    UpdateReceipt,
-    UpdateRequest,
-)
+from rollout.weight_sync.protocol.messages import MIN_BUCKET_BYTES, UpdateRequest
 from rollout.weight_sync.protocol.rates import measured_rates
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 FLIP = 0.005  # seconds that a commit which moves no byte is taken for until one has been measured
 VERBS = 0.02  # seconds that the begin, the vote and the commit of an update take beside its bytes

@@ -16,15 +16,15 @@ from rollout.errors import ConfigError, VersionConflict
 from rollout.kernels import digest
 from rollout.loader.peft_adapter import PeftAdapter
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.messages import (
     BucketEntry,
     BucketHeader,
     Seal,
-    UpdateReceipt,
     UpdateRequest,
-    WeightChannel,
     WeightInfo,
 )
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weights import Box
 from rollout.weights.components import POLICY, adapter_component, qualified
 from rollout.wire.frames import flat_bytes

@@ -8,12 +8,9 @@ from rollout.distributed import LOOPBACK
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.errors import TransferFailed
-from rollout.weight_sync.protocol.messages import (
-    UpdateReceipt,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports import nearest_first
 
 

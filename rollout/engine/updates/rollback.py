@@ -11,7 +11,8 @@ from rollout.errors import VersionConflict
 from rollout.weight_sync.protocol.adapters import digest_of_all
 from rollout.weight_sync.protocol.digests import combine, total
 from rollout.weight_sync.protocol.membership import PrepareRollback
-from rollout.weight_sync.protocol.messages import Begun, Decision, UpdateReceipt
+from rollout.weight_sync.protocol.messages import Begun, Decision
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 _TWICE = (
     ". This version is a rollback already: it is the engine's, not a collective of the trainer's "

@@ -12,7 +12,8 @@ from typing import Protocol
 from rollout.engine.core import EngineCore
 from rollout.engine.updates.read_lease import GIVES_WAY, ReadLease
 from rollout.errors import TransferFailed, UpdateInProgress
-from rollout.weight_sync.protocol.messages import Decision, UpdateReceipt
+from rollout.weight_sync.protocol.messages import Decision
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 
 class Prepared(Protocol):

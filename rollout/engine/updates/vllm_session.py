@@ -28,11 +28,8 @@ from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
 from rollout.engine.updates.vllm_update import Packing, VllmUpdate
 from rollout.errors import UpdateInProgress
 from rollout.errors import VersionConflict as Conflict
-from rollout.weight_sync.protocol.messages import (
-    Decision,
-    UpdateReceipt,
-    UpdateRequest,
-)
+from rollout.weight_sync.protocol.messages import Decision, UpdateRequest
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.vllm import VllmTransfer
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta

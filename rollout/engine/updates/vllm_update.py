@@ -11,13 +11,8 @@ from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
 from rollout.weight_sync.protocol.fit import check_metadata, differences
-from rollout.weight_sync.protocol.messages import (
-    Begun,
-    BucketEntry,
-    BucketHeader,
-    Seal,
-    UpdateReceipt,
-)
+from rollout.weight_sync.protocol.messages import Begun, BucketEntry, BucketHeader, Seal
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import file_form, is_weight, placed
 

@@ -8,15 +8,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from rollout.errors import TransferFailed
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import StreamOffer
-from rollout.weight_sync.protocol.messages import (
-    Begun,
-    BucketHeader,
-    Seal,
-    UpdateReceipt,
-    UpdateRequest,
-    WeightChannel,
-)
+from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 _UNKNOWN = -1  # no bucket has this index
 

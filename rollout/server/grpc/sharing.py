@@ -10,15 +10,10 @@ from torch import Tensor
 
 from rollout.errors import RolloutError, TransferFailed
 from rollout.server.grpc.relay import Forwarder, Relay, Relays
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import Forward, StreamOffer
-from rollout.weight_sync.protocol.messages import (
-    Begun,
-    BucketHeader,
-    Seal,
-    UpdateReceipt,
-    UpdateRequest,
-    WeightChannel,
-)
+from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.shared_memory import IpcSender
 
 

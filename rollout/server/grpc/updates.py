@@ -35,8 +35,9 @@ from rollout.server.grpc.relay import Relays
 from rollout.server.grpc.services import checked
 from rollout.server.grpc.sharing import SharingChannel
 from rollout.weight_sync.protocol.bucket import check_size
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import Forward, StreamOffer
-from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest, WeightChannel
+from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest
 from rollout.wire.codec import from_json, parsed
 from rollout.wire.frames import tensor_bytes
 

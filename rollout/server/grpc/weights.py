@@ -31,8 +31,9 @@ from rollout.server.verbs import (
     Verbs,
     parse,
 )
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo
-from rollout.weight_sync.protocol.messages import Decision, WeightChannel
+from rollout.weight_sync.protocol.messages import Decision
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.transports import served
 from rollout.wire.codec import from_json, parsed

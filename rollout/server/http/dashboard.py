@@ -15,7 +15,7 @@ from rollout.api import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 RECEIPTS = 32  # the last ones
 STATS = (

@@ -11,7 +11,8 @@ from torch import Tensor
 from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.protocol.cells import EncodedCells, encode_cells
 from rollout.weight_sync.protocol.delta import EncodedDelta, encode
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weights import Box
 
 

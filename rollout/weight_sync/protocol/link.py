@@ -10,13 +10,10 @@ from typing import Annotated, Protocol
 from msgspec import Meta
 
 from rollout.errors import RolloutError
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.membership import MAX_AUTHORITIES
-from rollout.weight_sync.protocol.messages import (
-    UpdateReceipt,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.wire.codec import ADDED, Seconds, Text, from_plain
 
 _POLL = 0.05  # seconds between questions

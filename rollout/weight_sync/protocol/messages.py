@@ -6,22 +6,19 @@
                                                   a failure inside commit --> all ranks back to v
                                                   not possible            --> BROKEN
 
-``WeightChannel`` is the seam: ``engine.updates.lease.Lease`` implements it in process, the gRPC
-client over one stream. An update is a lease held by an open channel; closing the channel before the
-commit aborts it, unless it was sealed with a ``fence``: then it is PREPARED and waits for a
-``Decision``.
+They travel through a ``WeightChannel`` (``channel.py``); a commit is answered by an
+``UpdateReceipt`` (``receipts.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 import torch
 from msgspec import Meta
-from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weights import Box, Shape, TensorMeta, WeightSlot
@@ -342,145 +339,3 @@ class Decision:
     def __post_init__(self) -> None:
         if self.commit and self.fence is None:
             raise ConfigError("a commit is decided under a fencing epoch")
-
-
-class WeightChannel(Protocol):
-    """One update's lease. Calls come from one thread, in the order of the state machine.
-
-    Every method raises the error of the side that failed, and leaves the update aborted.
-    ``reads_in_place``: the engine is in this process, so a payload may be the source's own tensor,
-    read where it lies. ``secret``: what further streams of this update have to present; "" if it
-    accepts none.
-    """
-
-    reads_in_place: bool
-
-    @property
-    def secret(self) -> str: ...
-
-    def begin(self, request: UpdateRequest) -> Begun:
-        """Take the lease; waits up to ``request.timeout`` for another update to end."""
-        ...
-
-    def room(self, nbytes: int) -> Tensor | None:
-        """Memory, uint8 [nbytes], from which a payload goes without a copy; None: any will do."""
-        ...
-
-    def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
-        """Announce the next bucket to every rank, in order; returns without waiting for them.
-
-        ``payload``: uint8 [nbytes] where the channel itself carries the bytes, else None.
-        """
-        ...
-
-    def wait(self, index: int, timeout: float) -> None:
-        """Wait until every rank has taken bucket ``index``, so that its buffer may be reused.
-
-        Before any bucket is announced, ``wait(0)`` returns once every rank has connected.
-        """
-        ...
-
-    def seal(self, seal: Seal) -> None:
-        """Judge completeness and digests on every rank; returns when all have voted yes."""
-        ...
-
-    def commit(self) -> UpdateReceipt:
-        """Make the staged version live on every rank at one step boundary."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Give up the update; the old version keeps serving. Never raises.
-
-        Before ``begin``: the sender's own checks refused it; this counts as a failed update.
-        """
-        ...
-
-    def close(self) -> None:
-        """End the lease; an update that has not committed is aborted. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class InPlaceChannel(Protocol):
-    """A channel to a rank that may read tensors of this process where they lie on a device."""
-
-    @property
-    def reads_on(self) -> str:
-        """The device of the only rank, where it runs in this process; else ""."""
-        ...
-
-    def in_place(self, header: BucketHeader, regions: Sequence[Tensor]) -> None:
-        """Announce a bucket whose entries lie in ``regions``, uint8 and flat, on that device.
-
-        All work of the device on them is done; they do not change until ``wait`` returns.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RankReceipt:
-    """What one engine rank has held since the commit of ``version``.
-
-    Read from its memory through the layouts, before the vote if the commit moves no bytes (the two
-    instances change places, or the load went into the live one). A commit that moves bytes
-    (contents exchanged with host memory, or under captured graphs) reads all ranks again before a
-    step runs, and is undone unless they hold the same.
-    """
-
-    rank: Count
-    version: Count
-    digest: Digest  # of everything this rank holds, 64 bits
-    num_bytes: Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentReceipt:
-    """What a receipt says of one component: the sum of its digests, and what was sent of it."""
-
-    digest: Digest
-    num_tensors: Count
-    num_bytes: Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterReceipt:
-    """What a receipt says of one adapter: ``name@version``, its digest, and what was sent."""
-
-    version: Count
-    digest: Digest
-    num_tensors: Count
-    num_bytes: Count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReceipt:
-    """Proof of one committed update; equal on every trainer rank.
-
-    ``digest`` is the sum over tensors of their 64-bit digests, of the trainer's values in the
-    engine's dtype; the commit was refused unless every rank held exactly that. ``num_bytes``
-    counts the tensors once, ``wire_bytes`` what left the sender.
-
-    ``timings``, all in seconds; they overlap, as the parts of an update do. By the sender's clock:
-    gather, in the source, and transfer, in handing buckets over and waiting for them. By the
-    engine's: stage, the slowest rank's loading; verify, the vote with its digests; commit, from
-    asking for it to its end; stall, in which no step could run; total, from the lease to the end of
-    the commit. Of a rollback: stall and total.
-
-    ``components``: by name, those that were sent; of an engine that has others than the policy.
-    ``adapters``: by name, those that were sent, or that a rollback brought back.
-    """
-
-    version: Count
-    epoch: Digest
-    digest: Digest
-    num_tensors: Count
-    num_bytes: Count
-    wire_bytes: Count
-    timings: Table[Seconds]
-    ranks: Many[RankReceipt]
-    update_id: Text = ""
-    transport: Text = ""
-    label: Text | None = None
-    details: Table[Any] = field(default_factory=dict)
-    components: Table[ComponentReceipt] = field(default_factory=dict, metadata=ADDED)
-    adapters: Table[AdapterReceipt] = field(default_factory=dict, metadata=ADDED)

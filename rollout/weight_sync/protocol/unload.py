@@ -6,12 +6,8 @@ import uuid
 from collections.abc import Callable, Mapping
 
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.weight_sync.protocol.messages import (
-    MIN_BUCKET_BYTES,
-    Seal,
-    UpdateRequest,
-    WeightChannel,
-)
+from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.messages import MIN_BUCKET_BYTES, Seal, UpdateRequest
 
 
 def unload(

@@ -17,8 +17,9 @@ from torch import Tensor
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker, InPlaceHeaders
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.delta import CodedDelta
-from rollout.weight_sync.protocol.messages import BucketHeader, Seal, WeightChannel
+from rollout.weight_sync.protocol.messages import BucketHeader, Seal
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports.base import Sender

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.committed import Committed, DeltaBase
 from rollout.weight_sync.protocol.delta import CodedDelta
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.local_shards import LocalShards
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.shard_layout import ShardLayout

@@ -16,7 +16,8 @@ from rollout.errors import RolloutError, WeightError
 from rollout.weight_sync.protocol.adapters import check_merged
 from rollout.weight_sync.protocol.committed import Committed, DeltaBase
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.encoder import Encoder, Encoding, choose_encoding
 from rollout.weight_sync.trainer.lockstep import agreed_source, watchdog
 from rollout.weight_sync.trainer.options import UpdateOptions

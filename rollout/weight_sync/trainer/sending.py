@@ -13,12 +13,8 @@ from torch import Tensor
 
 from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import (
-    BucketHeader,
-    UpdateReceipt,
-    UpdateRequest,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.bucket_sender import (
     BucketSender,
     BucketSink,

@@ -19,14 +19,10 @@ from rollout.errors import (
     TransferFailed,
     VersionConflict,
 )
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import WeightLink, receipt_of
-from rollout.weight_sync.protocol.messages import (
-    Seal,
-    UpdateReceipt,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.messages import Seal, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.encoder import Encoding
 from rollout.weight_sync.trainer.lockstep import source_failed

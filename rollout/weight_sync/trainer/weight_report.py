@@ -13,8 +13,9 @@ from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import RolloutError, SourceFailed, WeightMismatch
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.fit import differences
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.rates import measured_rates
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.local_shards import LocalBoxes
 from rollout.weight_sync.trainer.lockstep import Walk, agreed_source, source_failed, watchdog
 from rollout.weight_sync.trainer.rank_group import RankGroup

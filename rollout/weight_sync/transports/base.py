@@ -17,12 +17,8 @@ from torch import Tensor
 
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weight_sync.protocol.messages import (
-    BucketHeader,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
 from rollout.wire.codec import from_plain
 
 T = TypeVar("T")

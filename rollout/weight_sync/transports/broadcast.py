@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rollout.distributed import Rendezvous, RendezvousServer
 from rollout.weight_sync.protocol.bucket import check_size
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightChannel
+from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
 from rollout.weight_sync.transports.base import (
     Accepted,
     EngineRank,

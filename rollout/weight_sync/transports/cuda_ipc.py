@@ -31,12 +31,8 @@ from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import TransferFailed
-from rollout.weight_sync.protocol.messages import (
-    BucketHeader,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
 from rollout.weight_sync.transports import cuda_memory
 from rollout.weight_sync.transports.base import (
     Accepted,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollout.distributed import Rendezvous
 from rollout.errors import ConfigError, DeadlineExceeded, RolloutError
-from rollout.weight_sync.protocol.messages import WeightChannel
+from rollout.weight_sync.protocol.channel import WeightChannel
 
 _GRACE = 1.0  # seconds in which a rank's own error may still explain a broken link
 _BACKENDS = ("tcp", "nccl")

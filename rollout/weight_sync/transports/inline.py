@@ -16,14 +16,9 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed
+from rollout.weight_sync.protocol.channel import InPlaceChannel, WeightChannel
 from rollout.weight_sync.protocol.link import StreamOffer
-from rollout.weight_sync.protocol.messages import (
-    BucketHeader,
-    InPlaceChannel,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
 from rollout.weight_sync.transports.base import (
     Accepted,
     EngineRank,

@@ -20,13 +20,8 @@ from torch import Tensor
 from rollout.distributed import Rendezvous, RendezvousServer
 from rollout.errors import TransferFailed
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
-from rollout.weight_sync.protocol.messages import (
-    BucketHeader,
-    Message,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.messages import BucketHeader, Message, UpdateRequest, WeightInfo
 from rollout.weight_sync.transports.base import (
     Accepted,
     EngineRank,

@@ -27,12 +27,8 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weight_sync.protocol.messages import (
-    BucketHeader,
-    UpdateRequest,
-    WeightChannel,
-    WeightInfo,
-)
+from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
 from rollout.weight_sync.transports.base import (
     Accepted,
     EngineRank,

@@ -33,7 +33,8 @@ from rollout.errors import (
     WeightError,
 )
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import UpdateReceipt, WeightInfo
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.publisher import publish
 from rollout.weight_sync.versions.reader import MANIFEST, VersionSource, folder

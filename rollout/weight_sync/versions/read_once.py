@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from rollout.errors import UpdateInProgress
-from rollout.weight_sync.protocol.messages import UpdateReceipt
+from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 
 class ReadOnce:
