@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import rollout
 from rollout.api.adapters import MergedAdapters
 from rollout.api.image_inputs import take_images
-from rollout.api.output_collector import Mailbox, RequestOutputCollector
 from rollout.api.prompts import PromptPreparer
+from rollout.api.running_calls import RunningCalls
 from rollout.api.send_live import send_live
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
@@ -30,19 +29,13 @@ from rollout.errors import (
     EngineClosed,
     EngineError,
     EngineRestarted,
-    InvalidRequest,
-    RolloutError,
     UpdateInProgress,
-    VersionConflict,
 )
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
-    Completion,
     ContinuedPrompt,
     ImagePrompt,
-    PlacedImage,
-    Request,
     RequestOutput,
     SamplingParams,
 )
@@ -60,8 +53,6 @@ from rollout.weight_sync.versions.read_once import ReadOnce
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.version import ServerInfo, Speaks
 
-_LOOK = 0.005  # seconds between looks at what is live
-
 
 class EmbeddedBackend:
     """Owns an ``EngineCore``; outputs hop to the caller's loop. Only loading and tokenising take a
@@ -75,13 +66,12 @@ class EmbeddedBackend:
         self.config = config
         self.core = EngineCore(config, executor=executor)
         self.prompts = PromptPreparer(self.core)
+        self._calls = RunningCalls(self.core)
         self.adapters = MergedAdapters(config)
         self.served_adapters = AdapterFiles(lambda: self.core.adapters.versions)
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
         self._reads = ReadOnce(self._is_live)
-        self._running: set[str] = set()
-        self._mailbox: Mailbox | None = None  # of the loop that asked last
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -122,7 +112,7 @@ class EmbeddedBackend:
         files = [p.images if isinstance(p, ImagePrompt) else () for p in prompts]
         ids, images = await self.prompts.placed(ids, files)
         async with contextlib.aclosing(
-            self._run(ids, texts, params, request_ids, stream, images, delivered)
+            self._calls.run(ids, texts, params, request_ids, stream, images, delivered)
         ) as outputs:
             async for item in outputs:
                 yield item
@@ -142,7 +132,7 @@ class EmbeddedBackend:
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         chats = await self.prompts.chats(conversations, options)
         async with contextlib.aclosing(
-            self._run(
+            self._calls.run(
                 [chat.token_ids for chat in chats],
                 [chat.text for chat in chats],
                 params,
@@ -173,7 +163,7 @@ class EmbeddedBackend:
         return await asyncio.to_thread(tokenizer.render_chat, messages, options)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        ids = list(self._running if request_ids is None else request_ids)
+        ids = list(self._calls.ids if request_ids is None else request_ids)
         return await self.core.control.abort(ids)
 
     def end_calls(self, error: EngineError) -> None:
@@ -192,7 +182,7 @@ class EmbeddedBackend:
     @property
     def has_left(self) -> bool:
         copied = self._coordinator is not None and self._coordinator.turn.is_read
-        return not (self._running or self.prepared or self.is_member or copied)
+        return not (self._calls.ids or self.prepared or self.is_member or copied)
 
     # ---- control ----
 
@@ -290,7 +280,7 @@ class EmbeddedBackend:
             prepared=self.prepared,
             fence=coordinator.fence,
             # One that leaves has not ended what nobody has read yet.
-            running=max(len(core.scheduler.running), len(self._running) * core.leaving),
+            running=max(len(core.scheduler.running), len(self._calls.ids) * core.leaving),
             waiting=core.scheduler.num_waiting,
             kv_usage=core.blocks.usage if grant.kv else 0.0,
         )
@@ -405,80 +395,6 @@ class EmbeddedBackend:
     def _is_live(self, receipt: UpdateReceipt) -> bool:
         """Whether what is served is still what that update brought, whole; beneath adapters."""
         return receipt.version == self.core.base_version and self.core.broken is None
-
-    async def _has_come(self, version: int) -> None:
-        """Wait until ``version`` is live; ``VersionConflict`` at the engine's timeout."""
-        deadline = time.monotonic() + self.config.timeout
-        while self.core.version < version:
-            if time.monotonic() > deadline:
-                raise VersionConflict(
-                    f"version {version} was asked for and did not become live within "
-                    f"{self.config.timeout:g} s: version {self.core.version} is (of epoch "
-                    f"{self.core.epoch}, whose versions count by themselves); ask for that or "
-                    "less, or update the weights"
-                )
-            if self.core.state in ("dead", "closed"):
-                return  # who submits hears why
-            await asyncio.sleep(_LOOK)
-
-    async def _compile(self, params: Sequence[SamplingParams]) -> None:
-        """Wait, off the engine's thread, until every grammar of a call is known to be one."""
-        grammars = self.core.grammars
-        specs = {id(p): p.structured_outputs for p in params if p.structured_outputs is not None}
-        for spec in specs.values():
-            if spec is not None and grammars is not None:
-                await asyncio.wrap_future(grammars.compile(spec))
-
-    async def _run(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        texts: Sequence[str | None],
-        params: Sequence[SamplingParams],
-        request_ids: Sequence[str],
-        stream: bool,
-        images: Sequence[tuple[PlacedImage, ...]],
-        delivered: Sequence[tuple[Completion, ...]] | None = None,
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        begun = delivered or [()] * len(params)
-        rows = zip(request_ids, prompt_ids, params, texts, images, begun, strict=True)
-        requests = [
-            Request(
-                request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text, images=own,
-                delivered=done,
-            )
-            for i, ids, p, text, own, done in rows
-        ]  # fmt: skip
-        index = {request.request_id: n for n, request in enumerate(requests)}
-        if len(index) < len(requests):
-            raise InvalidRequest("request ids must differ within one call")
-        await self._compile(params)
-        for one in params:
-            one.check_epoch(self.core.epoch)
-        await self._has_come(max((p.min_version or 0 for p in params), default=0))
-        if any(p.bad_words for p in params):
-            requests = await asyncio.to_thread(self.core.inputs.with_bad_words, requests)
-        if self._mailbox is None or self._mailbox.loop is not asyncio.get_running_loop():
-            self._mailbox = Mailbox()
-        collector = RequestOutputCollector(self._mailbox)
-        self.core.submit(requests, collector, stream=stream)
-        pending = set(index)
-        self._running |= pending
-        try:
-            while pending:
-                try:
-                    item = await collector.take()
-                except RolloutError:  # it ended the whole call
-                    pending.clear()
-                    raise
-                if item.finished:
-                    pending.discard(item.request_id)
-                yield index[item.request_id], item.output()
-        finally:
-            self._running.difference_update(index)
-            if pending:
-                # Asked for without waiting: a cancelled reader may not be able to await any more.
-                with contextlib.suppress(EngineError):  # a dead engine has nothing left to abort
-                    self.core.at_step_boundary(lambda: self.core.outputs.abort(pending))
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

@@ -1,0 +1,105 @@
+"""The calls that an engine in this process works on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from rollout.api.output_collector import Mailbox, RequestOutputCollector
+from rollout.engine.core import EngineCore
+from rollout.errors import EngineError, InvalidRequest, RolloutError, VersionConflict
+from rollout.generation import Completion, PlacedImage, Request, RequestOutput, SamplingParams
+
+_LOOK = 0.005  # seconds between looks at what is live
+
+
+class RunningCalls:
+    """Hands calls to the engine and their outputs to the loop that asked. ``ids``: of requests that
+    are under way.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.ids: set[str] = set()
+        self._mailbox: Mailbox | None = None  # of the loop that asked last
+
+    async def run(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        texts: Sequence[str | None],
+        params: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        stream: bool,
+        images: Sequence[tuple[PlacedImage, ...]],
+        delivered: Sequence[tuple[Completion, ...]] | None = None,
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """One call: (index of its request, output), of all or, with ``stream``, as tokens come.
+
+        ``images`` and ``delivered`` (what was answered of samples that go on) are one each. A
+        reader that leaves early aborts what is left.
+        """
+        begun = delivered or [()] * len(params)
+        rows = zip(request_ids, prompt_ids, params, texts, images, begun, strict=True)
+        requests = [
+            Request(
+                request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text, images=own,
+                delivered=done,
+            )
+            for i, ids, p, text, own, done in rows
+        ]  # fmt: skip
+        index = {request.request_id: n for n, request in enumerate(requests)}
+        if len(index) < len(requests):
+            raise InvalidRequest("request ids must differ within one call")
+        await self._compile(params)
+        for one in params:
+            one.check_epoch(self.core.epoch)
+        await self._has_come(max((p.min_version or 0 for p in params), default=0))
+        if any(p.bad_words for p in params):
+            requests = await asyncio.to_thread(self.core.inputs.with_bad_words, requests)
+        if self._mailbox is None or self._mailbox.loop is not asyncio.get_running_loop():
+            self._mailbox = Mailbox()
+        collector = RequestOutputCollector(self._mailbox)
+        self.core.submit(requests, collector, stream=stream)
+        pending = set(index)
+        self.ids |= pending
+        try:
+            while pending:
+                try:
+                    item = await collector.take()
+                except RolloutError:  # it ended the whole call
+                    pending.clear()
+                    raise
+                if item.finished:
+                    pending.discard(item.request_id)
+                yield index[item.request_id], item.output()
+        finally:
+            self.ids.difference_update(index)
+            if pending:
+                # Asked for without waiting: a cancelled reader may not be able to await any more.
+                with contextlib.suppress(EngineError):  # a dead engine has nothing left to abort
+                    self.core.at_step_boundary(lambda: self.core.outputs.abort(pending))
+
+    async def _has_come(self, version: int) -> None:
+        """Wait until ``version`` is live; ``VersionConflict`` at the engine's timeout."""
+        deadline = time.monotonic() + self.core.config.timeout
+        while self.core.version < version:
+            if time.monotonic() > deadline:
+                raise VersionConflict(
+                    f"version {version} was asked for and did not become live within "
+                    f"{self.core.config.timeout:g} s: version {self.core.version} is (of epoch "
+                    f"{self.core.epoch}, whose versions count by themselves); ask for that or "
+                    "less, or update the weights"
+                )
+            if self.core.state in ("dead", "closed"):
+                return  # who submits hears why
+            await asyncio.sleep(_LOOK)
+
+    async def _compile(self, params: Sequence[SamplingParams]) -> None:
+        """Wait, off the engine's thread, until every grammar of a call is known to be one."""
+        grammars = self.core.grammars
+        specs = {id(p): p.structured_outputs for p in params if p.structured_outputs is not None}
+        for spec in specs.values():
+            if spec is not None and grammars is not None:
+                await asyncio.wrap_future(grammars.compile(spec))
