@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,6 +17,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import choose_device
 from rollout.engine.adapter_places import AdapterPlaces, Move
 from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.call_admission import CallAdmission
 from rollout.engine.control import ASLEEP, Control
 from rollout.engine.executors import Executor, gather_replies, make_executor
 from rollout.engine.facts import engine_facts
@@ -38,7 +38,7 @@ from rollout.engine.memory_plan import (
 )
 from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins, PinTerms
-from rollout.engine.request_state import Call, Sink
+from rollout.engine.request_state import Sink
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.serving_lease import LEAVING, ServingLease
@@ -51,7 +51,6 @@ from rollout.errors import (
     ConfigError,
     EngineBroken,
     EngineClosed,
-    EngineError,
     InvalidRequest,
     RolloutError,
     WorkerDied,
@@ -208,6 +207,9 @@ class EngineCore:
             grammars=self.grammars, encoder=self._encoder, serving=self.serving, pins=self.pins,
             places=self.places,
         )  # fmt: skip
+        self._admission = CallAdmission(
+            self.inputs, self.outputs, self._refusal, self._loop.at_boundary
+        )
         self._control = Control(
             self._loop, self.scheduler, self.outputs, self.pins, self.call, config.timeout
         )
@@ -318,17 +320,14 @@ class EngineCore:
         refusal = self._refusal()
         if refusal is not None:
             raise refusal
-        if not requests:
-            return
-        requests = self.inputs.with_bad_words(requests)
-        call = Call(sink, stream, set(self.inputs.take(requests)))
-        arrived = time.monotonic()
-        admitted = self.at_step_boundary(lambda: self._admit(requests, call, arrived))
-        admitted.add_done_callback(lambda future: self._not_admitted(future, requests, call))
+        if requests:
+            self._admission.take(requests, sink, stream=stream)
 
     def stats(self) -> EngineStats:
         """A snapshot; takes no lock and waits for nothing."""
-        counted = self.counters.snapshot() | self._state_stats()
+        counted = self.counters.snapshot()
+        if self.blocks.states is not None:
+            counted |= self.blocks.states.stats()
         if self._encoder is not None:
             counted |= self._encoder.figures.stats()
         return EngineStats(
@@ -348,17 +347,6 @@ class EngineCore:
             pinned_version=-1 if self.pins.version is None else self.pins.version,
             **counted,
         )
-
-    def _state_stats(self) -> dict[str, int]:
-        states = self.blocks.states
-        if states is None:
-            return {}
-        return {
-            "state_snapshots": states.num_kept,
-            "state_snapshot_hits_total": states.hits,
-            "state_snapshot_saves_total": states.saved,
-            "state_snapshot_evictions_total": states.evicted,
-        }
 
     # ---- what an update uses ----
 
@@ -489,30 +477,6 @@ class EngineCore:
         if self.serving.is_over:
             return self.serving.refusal
         return None
-
-    def _admit(self, requests: Sequence[Request], call: Call, arrived: float) -> None:
-        """In the engine's thread: queue the whole call, or end it if it can no longer be served."""
-        try:
-            with self.inputs.handing_over(requests):
-                refusal = self._refusal()
-                if refusal is None:
-                    self.outputs.add(self.inputs.build(requests, call, arrived))
-        except RolloutError as error:  # an adapter that was unloaded since the call was judged
-            refusal = error
-        except Exception as error:
-            log.exception("a call could not be admitted")
-            text = f"the call could not be admitted: {type(error).__name__}: {error}"
-            refusal = EngineError(text)
-        if refusal is not None:
-            self.outputs.refuse(call, refusal)
-
-    def _not_admitted(self, asked: Future[None], requests: Sequence[Request], call: Call) -> None:
-        """Tell a call that the engine's thread never got to why."""
-        error = asked.exception()
-        if error is not None:
-            with self.inputs.handing_over(requests):
-                pass
-            self.outputs.refuse(call, error)
 
     def _ask(self, method: str, args: Mapping[str, Any], timeout: float) -> list[Reply]:
         return gather_replies(self.call(method, args), method, timeout)

@@ -37,6 +37,15 @@ class StateSlots:
         """Snapshots that can be found."""
         return len(self._found)
 
+    def stats(self) -> dict[str, int]:
+        """By the names of ``EngineStats``."""
+        return {
+            "state_snapshots": self.num_kept,
+            "state_snapshot_hits_total": self.hits,
+            "state_snapshot_saves_total": self.saved,
+            "state_snapshot_evictions_total": self.evicted,
+        }
+
     def nearest(self, digests: list[bytes]) -> tuple[int, Snapshot | None]:
         """How many of a chain's blocks the last snapshot on it covers, and that snapshot."""
         for count in range(len(digests), 0, -1):
