@@ -11,25 +11,32 @@ import torch
 
 from rollout.errors import ConfigError
 from rollout.models.arch import Arch
+from rollout.models.config_fields import (
+    read_activation,
+    read_architectures,
+    read_experts,
+    read_head_dim,
+    read_heads,
+    read_prefixes,
+    text_reader,
+    token_ids,
+)
 from rollout.models.config_reader import Reader, read_json
-from rollout.models.delta_config import DeltaConfig, read_delta, with_linear
+from rollout.models.delta_config import DeltaConfig, read_delta
 from rollout.models.labels_config import read_labels
 from rollout.models.latent_config import LatentConfig, read_latent
 from rollout.models.layer_config import LayerConfig, RopeConfig, read_layers
-from rollout.models.mamba_config import MambaConfig, read_mamba, with_kinds
-from rollout.models.moe_config import MoEConfig, read_moe
+from rollout.models.mamba_config import MambaConfig, read_mamba
+from rollout.models.moe_config import MoEConfig
 from rollout.models.registry import Registry
 from rollout.models.remote_code import RemoteCode
-from rollout.models.text_config import PREFIXES, text_config
 from rollout.models.transformers_cache import Kept, StateSizes
 from rollout.models.transformers_probe import probe
 from rollout.models.transformers_ranks import OverRanks
 from rollout.models.vision_config import VisionConfig, read_vision
-from rollout.weights.files.packed_int import AWQ, COMPRESSED, GPTQ
 from rollout.weights.files.scaled import scheme_name
 
 T = TypeVar("T", bound="ModelConfig")
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +120,17 @@ class ModelConfig:
         """
         read = Reader(values, file)
         registry = registry or Registry()
-        names = _architectures(read)
+        names = read_architectures(read)
         if not registry.knows(names):
             return _by_transformers(cls, read, names, registry, code)
         architecture = registry.choose(names)
         outer = registry.arch(architecture)
-        arch, read = _text_reader(values, outer, file)
-        heads, kv_heads = _read_heads(read)
+        arch, read = text_reader(values, outer, file)
+        heads, kv_heads = read_heads(read)
         layers = read_layers(read, arch)
         scaling = layers[0].rope.scaling
         latent = None if arch.latent is None else read_latent(read, arch.latent, scaling)
-        head_dim = latent.rope_dim if latent else _read_head_dim(read, arch, heads)
+        head_dim = latent.rope_dim if latent else read_head_dim(read, arch, heads)
         classifies = registry.decoder_of(architecture) is not None
         labels, problem_type = read_labels(read) if classifies else ((), "")
         padding = read.values.get("pad_token_id") if classifies else None
@@ -152,10 +159,10 @@ class ModelConfig:
             latent=latent,
             delta=None if arch.delta is None else read_delta(read, arch.delta),
             mamba=None if arch.mamba is None else read_mamba(read, arch.mamba),
-            moe=_read_experts(read, arch, layers),
-            prefixes=_prefixes(read, arch, outer.texts is not None),
+            moe=read_experts(read, arch, layers),
+            prefixes=read_prefixes(read, arch, outer.texts is not None),
             arch=arch,
-            activation=_read_activation(read, arch),
+            activation=read_activation(read, arch),
             embedding_scale=read.scale(arch.embedding_scale),
             attention_scale=read.scale(arch.attention_scale, head_dim**-0.5)
             * read.scale(arch.key_scale),
@@ -327,18 +334,6 @@ class ModelConfig:
                 )
 
 
-def _architectures(read: Reader) -> list[str]:
-    """What the file names; of one that names none, what transformers has for its ``model_type``."""
-    kind = read.values.get("model_type")
-    if not read.values.get("architectures") and isinstance(kind, str):
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-        if name is not None:
-            return [name] if isinstance(name, str) else [name[0]]
-    return read.names("architectures")
-
-
 def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with fields replaced; an object in the place of another replaces its fields."""
     found = dict(values)
@@ -389,93 +384,3 @@ def _entries(kept: tuple[Kept, ...] | None) -> tuple[LayerConfig, ...]:
     return tuple(
         LayerConfig(window=0, rope=rope, recurrent=one.kind == "states") for one in kept or ()
     )
-
-
-def token_ids(value: Any, file: str, name: str = "eos_token_id") -> tuple[int, ...]:
-    """``name`` as a tuple: None, one id, or a list of ids."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ConfigError(f"{file}: {name} must be an integer or a list, got {value!r}")
-    return tuple(ids)
-
-
-def _text_reader(values: Mapping[str, Any], outer: Arch, file: str) -> tuple[Arch, Reader]:
-    """The language model's declaration, and a reader of its fields under the names used here."""
-    arch, values = text_config(values, outer, file)
-    if arch.mamba is not None and not arch.mamba.beside:
-        values = with_kinds(values, file)
-    if arch.delta is not None and arch.delta.by_row:
-        values = with_linear(values, file)
-    called = {ours: theirs for ours, theirs in arch.fields.items() if theirs in values}
-    given = {ours: values[theirs] for ours, theirs in called.items()}
-    read = Reader({**values, **given}, file, called)
-    _refuse_unsupported(read)
-    return arch, read
-
-
-def _read_heads(read: Reader) -> tuple[int, int]:
-    heads = read.count("num_attention_heads")
-    kv_heads = read.count("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"{read.file}: num_attention_heads {heads} must be a multiple of "
-            f"num_key_value_heads {kv_heads}"
-        )
-    return heads, kv_heads
-
-
-def _refuse_unsupported(read: Reader) -> None:
-    values = read.values
-    if values.get("clip_qkv") is not None:
-        raise ConfigError(f"{read.file}: clip_qkv is not supported; use a checkpoint without it")
-    packed = values.get("quantization_config")
-    method = packed.get("quant_method") if isinstance(packed, Mapping) else None
-    if packed and method not in ("mxfp4", "fp8", COMPRESSED, GPTQ, AWQ):
-        raise ConfigError(
-            f"{read.file}: quantization_config is not supported, but for fp8 weights, mxfp4 "
-            "experts, GPTQ, AWQ and compressed-tensors in 8 bits or packed; use an unquantised "
-            "checkpoint"
-        )
-
-
-def _read_experts(read: Reader, arch: Arch, layers: tuple[LayerConfig, ...]) -> MoEConfig | None:
-    if arch.moe is None or (arch.lone and not any(layer.feeds == "moe" for layer in layers)):
-        return None
-    if arch.lone and read.switch(arch.mlp_bias):
-        raise ConfigError(f"{read.file}: mlp_bias does not go with experts here; set it to false")
-    return read_moe(read, arch.moe)
-
-
-def _prefixes(read: Reader, arch: Arch, nested: bool) -> Mapping[str, str]:
-    found = dict(PREFIXES) if nested else {}
-    found |= arch.prefixes
-    if arch.next_layers:
-        first = read.count("num_hidden_layers")
-        further = read.count(arch.next_layers, 0, least=0)
-        found |= {f"model.layers.{n}.": "" for n in range(first, first + further)}
-    return found
-
-
-def _read_activation(read: Reader, arch: Arch) -> str:
-    name, default = arch.activation
-    given = read.values.get(name) or default
-    if arch.squared and given != "relu2":
-        raise ConfigError(f"{read.file}: {name} {given!r} is not relu2, which is all there is here")
-    if arch.squared:
-        return "relu2"
-    if not isinstance(given, str) or given not in ACTIVATIONS:
-        raise ConfigError(f"{read.file}: {name} {given!r} is not one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[given]
-
-
-def _read_head_dim(read: Reader, arch: Arch, heads: int) -> int:
-    hidden = read.count("hidden_size")
-    if not arch.head_dim_given and not read.values.get("head_dim") and hidden % heads:
-        raise ConfigError(
-            f"{read.file}: hidden_size {hidden} is no multiple of num_attention_heads {heads}; "
-            "set head_dim"
-        )
-    head_dim = read.count("head_dim", None if arch.head_dim_given else hidden // heads)
-    if head_dim % 2:
-        raise ConfigError(f"{read.file}: head_dim {head_dim} is odd; rotary embedding needs pairs")
-    return head_dim
