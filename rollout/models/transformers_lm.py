@@ -19,17 +19,14 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.module_map import replace_modules
+from rollout.models.transformers_arguments import cache_argument, position_arguments
 from rollout.models.transformers_cache import PassCache
+from rollout.models.transformers_classes import load_class
+from rollout.models.transformers_construct import construct
 from rollout.models.transformers_interface import EAGER, NAME, AttentionCall, bind
 from rollout.models.transformers_judge import judge
 from rollout.models.transformers_passes import Pass, Together, passes
 from rollout.models.transformers_plan import cut, cut_table
-from rollout.models.transformers_probe import (
-    cache_argument,
-    construct,
-    load_class,
-    position_arguments,
-)
 from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.fused_experts import Spellings

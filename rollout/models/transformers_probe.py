@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
-from rollout.models.remote_code import MODEL, RemoteCode, auto_map
+from rollout.models.remote_code import RemoteCode
+from rollout.models.transformers_arguments import cache_argument, first_position, position_arguments
 from rollout.models.transformers_cache import Kept, what_is_kept
-from rollout.models.transformers_interface import EAGER, KINDS, NAME, AttentionCall, bind, register
+from rollout.models.transformers_classes import load_class
+from rollout.models.transformers_construct import construct
+from rollout.models.transformers_interface import EAGER, KINDS, NAME, AttentionCall, bind
 from rollout.models.transformers_plan import NO_PLAN, cut, plan_of
-from rollout.weights.names import weight_dtype
 
 UNBOUNDED = 1 << 20  # tokens, of models that have no positions
 _BY_LENGTH = frozenset(("dynamic", "longrope"))  # ropes that are chosen anew in each pass
@@ -55,12 +52,12 @@ def probe(
 
     ``code``: leave to run the checkpoint's, where transformers has no such model.
     """
-    kind, config = _classes(values, architecture, file, code)
+    kind, config = load_class(values, architecture, code, file)
     refuse(config, architecture)
     try:
         return _by_interface(kind, config, values, architecture)
     except ConfigError:  # it may still keep all it needs in transformers' own cache
-        kind, config = _classes(values, architecture, file, code)
+        kind, config = load_class(values, architecture, code, file)
         return _by_cache(kind, config, values, architecture)
 
 
@@ -68,7 +65,7 @@ def probe_part(whole: Probed, ranks: int, code: RemoteCode | None) -> Probed:
     """What ``probe`` found, of the modules of one of ``ranks``, cut by their plan."""
     if not whole.planned_by:
         raise ConfigError(NO_PLAN)
-    kind, config = _classes(whole.values, whole.architecture, "config.json", code)
+    kind, config = load_class(whole.values, whole.architecture, code)
     found = _by_interface if whole.kept is None else _by_cache
     return found(kind, config, whole.values, whole.architecture, ranks)
 
@@ -184,177 +181,6 @@ def _probed(model: nn.Module, values: Mapping[str, Any], architecture: str, **fo
         planned_by=plan_of(model).by,
         **found,
     )
-
-
-def construct(
-    kind: type[Any],
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str = NAME,
-    hollow: bool = False,
-) -> nn.Module:
-    """The model with parameters that nobody has filled; what is computed of the config is there.
-
-    ``attention``: the implementation, ours or their own. ``hollow``: parameters have no memory.
-    """
-    from transformers.initialization import no_init_weights
-
-    register()
-    without = _parameters_without_memory() if hollow else nullcontext()
-    # One thread at a time: transformers sets the default dtype and initialisers of the process.
-    with _constructing, torch.device(device), no_init_weights(), without:
-        model: Any = kind._from_config(config, attn_implementation=attention, dtype=dtype)
-        model.tie_weights()
-    for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # which reads all ids
-            module.__dict__["warn_if_padding_and_no_attention_mask"] = _unwarned
-    if device.type == "meta" and hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("batched_mm")  # the one whose shapes need no values
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(weight_dtype(name, dtype))
-    done: nn.Module = model.eval()
-    return done
-
-
-_without_memory = threading.local()
-_constructing = threading.Lock()
-
-
-@contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """What this thread registers as a parameter within lies on ``meta`` from then on."""
-    _watch_parameters()
-    _without_memory.is_so = True
-    try:
-        yield
-    finally:
-        _without_memory.is_so = False
-
-
-@cache
-def _watch_parameters() -> None:
-    """Once for the process: threads that register others may be reading torch's list of hooks."""
-
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        if not getattr(_without_memory, "is_so", False):
-            return None
-        if parameter is None or parameter.is_meta:  # a tied one stays the same
-            return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-    register_module_parameter_registration_hook(move)
-
-
-def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
-    """What tells ``model`` the positions [sequences, T] of its tokens; where it takes none, its
-    modules that embed them are told (``bind``).
-    """
-    takes = _takes(model, "position_ids")
-    if not takes and _hands_on(type(model)):  # to a decoder within
-        whole: Any = model
-        inner = whole.get_decoder() if hasattr(model, "get_decoder") else model
-        takes = _takes(inner, "position_ids")
-    return {"position_ids": positions + first_position(model)} if takes else {}
-
-
-def _takes(module: Any, argument: str) -> bool:
-    kind: Any = type(module)
-    return argument in _arguments(kind)
-
-
-def _hands_on(kind: Any) -> bool:
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in _arguments(kind).values())
-
-
-@cache  # asked in every step
-def _arguments(kind: type[Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.forward).parameters
-
-
-def cache_argument(model: nn.Module) -> str:
-    """What ``model`` calls the cache that it is given."""
-    return "cache_params" if _takes(model, "cache_params") else "past_key_values"
-
-
-def first_position(model: nn.Module) -> int:
-    """What a model's own count of positions begins with; past the padding's where it has one."""
-    for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            return int(getattr(module, "padding_idx", -1)) + 1
-    return 0
-
-
-def _unwarned(*args: Any) -> None:
-    """There is no padding."""
-
-
-def load_class(
-    values: Mapping[str, Any], architecture: str, code: RemoteCode | None = None
-) -> tuple[type[Any], Any]:
-    """The class of an architecture that ``probe`` accepted, and its config."""
-    return _classes(values, architecture, "config.json", code)
-
-
-def _classes(
-    values: Mapping[str, Any], architecture: str, file: str, code: RemoteCode | None
-) -> tuple[type[Any], Any]:
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if architecture.endswith("ForSequenceClassification"):
-        raise ConfigError(f"{architecture}: score heads are served over native decoders alone")
-    known = getattr(transformers, architecture, None) if architecture in _causal_names() else None
-    kind = known or _registered(architecture)
-    if kind is None:
-        if code is not None and auto_map(values):
-            kind, config_kind = code.classes(values)
-            return kind, config_kind.from_dict(dict(values))
-        own = (
-            f"; its own code lies with it ({auto_map(values)[MODEL]}), and is run with "
-            "trust_remote_code=True alone"
-            if MODEL in auto_map(values)
-            else ""
-        )
-        raise ConfigError(
-            f"{architecture}: transformers {transformers.__version__} has no such model{own}"
-        )
-    model_type = str(values.get("model_type") or kind.config_class.model_type)
-    if model_type not in CONFIG_MAPPING:
-        raise ConfigError(f"{file}: transformers knows no model_type {model_type!r}")
-    try:
-        config = CONFIG_MAPPING[model_type].from_dict(_with_floats(values))
-    except Exception as error:
-        raise ConfigError(f"{file}: transformers refuses it: {str(error)[:300]}") from error
-    return kind, config
-
-
-def _registered(architecture: str) -> type[Any] | None:
-    """A class that somebody made known by ``AutoModelForCausalLM.register``: a user's module map,
-    or a package that it imports.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    own = MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()
-    return next((kind for kind in own if kind.__name__ == architecture), None)
-
-
-def _with_floats(value: Any) -> Any:
-    """JSON has no infinity; transformers writes one as an object."""
-    if isinstance(value, Mapping):
-        if set(value) == {"__float__"}:
-            return float(value["__float__"])
-        return {name: _with_floats(each) for name, each in value.items()}
-    return [_with_floats(each) for each in value] if isinstance(value, list) else value
-
-
-def _causal_names() -> set[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-
-    found = NAMES.values()
-    return {each for names in found for each in ([names] if isinstance(names, str) else names)}
 
 
 def refuse(config: Any, architecture: str) -> None:
