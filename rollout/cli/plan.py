@@ -256,7 +256,7 @@ def _config(model: str, kind: Any) -> Any:
 
 def _holders(metadata: Sequence[TensorMeta], replicas: int, shards: int) -> dict[str, Holders]:
     """Rows of each tensor as a trainer has it in memory (experts fused), seen in file form."""
-    from rollout.weights.fused_experts import Spellings
+    from rollout.weights.spellings import Spellings
 
     spellings = Spellings.of({meta.name: meta.shape for meta in metadata})
     known: dict[Any, Holders] = {}

@@ -26,7 +26,7 @@ from rollout.weight_sync.trainer.reshard_plan import gap
 from rollout.weight_sync.trainer.sources.names import named_weights
 from rollout.weight_sync.trainer.sources.values import check_all
 from rollout.weights import Box, Shape, TensorMeta
-from rollout.weights.fused_experts import PROJ_NAMES, W123_NAMES
+from rollout.weights.expert_names import PROJ_NAMES, W123_NAMES
 from rollout.wire.codec import from_plain, to_plain
 
 Place = tuple[int, int]  # (rank, size) along one kind of parallelism

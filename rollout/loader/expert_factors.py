@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights.adapters import EXPERTS, A, B, ModuleSpec
-from rollout.weights.fused_experts import EXPERT_NAMES, memory_name
+from rollout.weights.expert_names import EXPERT_NAMES, memory_name
 
 _INNERMOST_FIRST = ("gate_up_proj", "up_proj", "down_proj")  # as modules register them
 _WITHIN = ".base_layer"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollout.weights.fused_experts import PROJ_NAMES, ExpertNames
+from rollout.weights.expert_names import PROJ_NAMES, ExpertNames
 
 # Always so; or the field of config.json that says, and what holds where the file does not have it.
 Switch = bool | tuple[str, bool]

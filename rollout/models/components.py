@@ -15,7 +15,7 @@ from rollout.models.slot_io import SlotIO
 from rollout.models.weight_table import WeightTable
 from rollout.weights import WeightSlot
 from rollout.weights.components import POLICY, qualified, qualified_names
-from rollout.weights.fused_experts import Spellings
+from rollout.weights.spellings import Spellings
 
 
 class ComponentModels(Model):

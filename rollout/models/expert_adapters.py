@@ -22,7 +22,7 @@ from rollout.models.model import Model
 from rollout.models.weight_table import ParamSpec
 from rollout.weights import PLAIN, TRANSPOSED, Box, Shape, WeightSlot
 from rollout.weights.adapters import A, AdapterSpec, B
-from rollout.weights.fused_experts import Spellings
+from rollout.weights.spellings import Spellings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

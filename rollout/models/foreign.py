@@ -27,8 +27,8 @@ from rollout.models.model import EMBEDDING, HEAD, Model
 from rollout.models.weight_load import WeightLoad
 from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, LazyTensor, Shape, TensorMeta, WeightSlot, WeightValue
-from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import weight_dtype
+from rollout.weights.spellings import Spellings
 
 Items = Iterable[tuple[str, Tensor]]
 QKV = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}

@@ -14,8 +14,8 @@ from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weights import CASTABLE, PLAIN, Box, TensorMeta, WeightSlot
-from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import weight_dtype
+from rollout.weights.spellings import Spellings
 
 
 class HeldTensors(Model):

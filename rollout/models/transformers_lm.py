@@ -29,8 +29,8 @@ from rollout.models.transformers_passes import Pass, Together, passes
 from rollout.models.transformers_plan import cut, cut_table
 from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, WeightSlot
-from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import weight_dtype
+from rollout.weights.spellings import Spellings
 
 
 class TransformersCausalLM(Model):

@@ -28,8 +28,8 @@ from rollout.weights import (
     WeightValue,
 )
 from rollout.weights.components import component_of
-from rollout.weights.fused_experts import Splitter, nearest
-from rollout.weights.names import is_idle_bias, placed, weight_dtype
+from rollout.weights.names import is_idle_bias, nearest, placed, weight_dtype
+from rollout.weights.spellings import Splitter
 
 HINTS = 16  # unknown names of one load whose nearest is searched for
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from rollout.errors import WeightMismatch
 from rollout.weights import Box, Layout, Shape, WeightSlot
-from rollout.weights.fused_experts import Spellings
 from rollout.weights.packed_rows import packed_shape
 from rollout.weights.quantization import Scheme
+from rollout.weights.spellings import Spellings
 
 SCALE = "_scale"  # ends the name of the parameter that has the scales of a quantised one
 PENDING = 1 << 25  # elements that may wait for others beside two of the largest tensors: a bucket's

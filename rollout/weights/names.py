@@ -7,12 +7,14 @@ Wrappers put whole components into a name (``_orig_mod`` of torch.compile, ``_fs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
+from rollout.wire.spellings import near
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # What PEFT puts beside the weights it adapts: meaningless to an engine, but merged into them.
@@ -77,3 +79,29 @@ def is_idle_bias(name: str, known: Container[str], read: Callable[[], Tensor]) -
     if stem == name or name in known or f"{stem}.weight" not in known:
         return False
     return not bool(read().any())
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like ``name``: first by its words, then by its numbers; or None.
+
+    Names that differ in numbers alone are one candidate, so that thousands of experts cost little.
+    """
+    patterns: dict[str, list[str]] = defaultdict(list)
+    for one in known:
+        patterns[_words(one)].append(one)
+    if (pattern := near(_words(name), patterns)) is None:
+        return None
+    wanted = _numbers(name)
+
+    def distance(one: str) -> list[int]:
+        return [abs(a - b) for a, b in zip(_numbers(one), wanted, strict=False)]
+
+    return min(patterns[pattern], key=distance)
+
+
+def _words(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in name.split(".") if part.isdecimal()]

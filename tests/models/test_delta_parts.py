@@ -22,7 +22,7 @@ from rollout.models.weight_load import WeightLoad
 from rollout.models.weight_table import ParamSpec, WeightTable
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import PLAIN, Box, TensorMeta, TensorPiece, WeightSlot
-from rollout.weights.fused_experts import Spellings
+from rollout.weights.spellings import Spellings
 
 PROMPT = [(3 + 7 * j) % 320 for j in range(19)]
 CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rollout.models.arch import MambaArch, MoEArch, SharedArch, StackedArch
 from rollout.models.architectures import granite
-from rollout.weights.fused_experts import W123_NAMES
+from rollout.weights.expert_names import W123_NAMES
 
 GraniteMoeHybridForCausalLM = replace(
     granite.GraniteForCausalLM,

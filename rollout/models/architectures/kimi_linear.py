@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rollout.models.arch import Arch, DeltaArch, LatentArch
 from rollout.models.architectures.deepseek_v3 import MOE
-from rollout.weights.fused_experts import W123_NAMES
+from rollout.weights.expert_names import W123_NAMES
 
 KimiLinearForCausalLM = Arch(
     mlp="block_sparse_moe",  # of dense layers, too, as transformers writes them

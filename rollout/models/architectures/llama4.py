@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rollout.models.arch import Arch, MoEArch, SharedArch, StackedArch
-from rollout.weights.fused_experts import ExpertNames
+from rollout.weights.expert_names import ExpertNames
 
 Llama4ForCausalLM = Arch(
     mlp_bias=False,

@@ -1,7 +1,7 @@
 """MiniMax-M2: q and k normalised as whole rows; sigmoid scores, a bias on the choice of experts."""
 
 from rollout.models.arch import Arch, MoEArch
-from rollout.weights.fused_experts import W123_NAMES
+from rollout.weights.expert_names import W123_NAMES
 
 MiniMaxM2ForCausalLM = Arch(
     qkv_bias=False,

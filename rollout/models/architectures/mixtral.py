@@ -1,7 +1,7 @@
 """Mixtral: Llama's attention without biases; all layers sparse, under the file's names for them."""
 
 from rollout.models.arch import Arch, MoEArch
-from rollout.weights.fused_experts import W123_NAMES
+from rollout.weights.expert_names import W123_NAMES
 
 MixtralForCausalLM = Arch(
     qkv_bias=False,

@@ -1,7 +1,7 @@
 """Phi-MoE: norms with a mean and a bias; two experts, each weighed among those near to it."""
 
 from rollout.models.arch import Arch, MoEArch
-from rollout.weights.fused_experts import W123_NAMES
+from rollout.weights.expert_names import W123_NAMES
 
 PhimoeForCausalLM = Arch(
     norm="layer",

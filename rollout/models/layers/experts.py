@@ -215,7 +215,7 @@ class StackedExperts(_Stacked):
 class QuantizedStacked(Experts, _Stacked):
     """``Experts`` of a checkpoint that stacks them, quantised: each expert has two tensors of its
     own, [2 inner, hidden] and [hidden, inner], into which what comes stacked is split
-    (``weights.fused_experts.STACKED``): scales are of the rows that a product has."""
+    (``weights.expert_names.STACKED``): scales are of the rows that a product has."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)

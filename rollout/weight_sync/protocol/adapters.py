@@ -14,8 +14,9 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import EXPERTS, LINEAR, AdapterSpec
 from rollout.weights.components import adapter_component, qualified
-from rollout.weights.fused_experts import FusedExperts, Spellings
+from rollout.weights.fused_experts import FusedExperts
 from rollout.weights.names import weight_dtype
+from rollout.weights.spellings import Spellings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ import torch
 from rollout.errors import WeightMismatch, of_each, some
 from rollout.weights import CASTABLE, Shape, TensorMeta, WeightSlot
 from rollout.weights.components import POLICY, check_components, component_of
-from rollout.weights.fused_experts import Spellings, nearest
+from rollout.weights.names import nearest
 from rollout.weights.packed_rows import packed_shape
 from rollout.weights.quantization import Scheme
+from rollout.weights.spellings import Spellings
 
 _MOST = 12  # problems spelled out in one message
 

@@ -102,7 +102,7 @@ class WeightInfo:
     # What names may begin with: ``weights.names.placed``.
     prefixes: Table[Text] = field(default_factory=dict, metadata=ADDED)
     # Tensors (``param``) that a trainer may have in memory in the place of those that they hold,
-    # where no name tells (``weights.fused_experts.Spellings``).
+    # where no name tells (``weights.spellings.Spellings``).
     spelled: Many[WeightSlot] = field(default=(), metadata=ADDED)
     # How linears are held, whatever is sent; the tensors of which changes travel in whole cells.
     grid: QuantizationGrid | None = field(default=None, metadata=ADDED)

@@ -40,9 +40,9 @@ from rollout.weights.components import (
     own_name,
     own_names,
 )
-from rollout.weights.fused_experts import Spellings
 from rollout.weights.names import file_form, placed
 from rollout.weights.quantization import Scheme
+from rollout.weights.spellings import Spellings
 
 _SOURCES = (nn.Module, WeightSource, Mapping, str, Path, Iterator, *READ_TWICE)  # no tensor is one
 
@@ -148,7 +148,7 @@ class Detected:
         spellings = Spellings.of({meta.name: meta.shape for meta in tensors}, spelled)
         if not spellings:
             return source
-        from rollout.weight_sync.trainer.sources.fused_experts import (
+        from rollout.weight_sync.trainer.sources.spelled import (
             LocalSpelledSource,
             SpelledSource,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout.errors import WeightMismatch
 from rollout.weights import Box, TensorMeta, TensorPiece
-from rollout.weights.fused_experts import Spellings, Splitter
+from rollout.weights.spellings import Spellings, Splitter
 
 
 class SpelledSource:
