@@ -201,7 +201,8 @@ def front(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             service("fleet", "--engine", direct[1], "--record", record, "--lease", "20")
         )
         kind = _Streams if args.what == "front-http" else _Calls
-        yield from asyncio.run(_front(args, *(kind(*one[:2]) for one in (direct, through))))
+        pids = [process.pid for *_, process in (direct, through)]
+        yield from asyncio.run(_front(args, pids, *(kind(*one[:2]) for one in (direct, through))))
 
 
 class _Calls:
@@ -246,7 +247,10 @@ async def _parts(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield part
 
 
-async def _front(args: argparse.Namespace, *clients: _Calls | _Streams) -> list[dict[str, Any]]:
+async def _front(
+    args: argparse.Namespace, pids: Sequence[int], *clients: _Calls | _Streams
+) -> list[dict[str, Any]]:
+    """``pids``: of the engine and the front, whose processor time is told, too."""
     numbers, lines = itertools.count(100), []
 
     async def one(client: _Calls | _Streams, new_tokens: int) -> None:
@@ -274,12 +278,15 @@ async def _front(args: argparse.Namespace, *clients: _Calls | _Streams) -> list[
         )
         for streams in map(int, args.streams.split(",")):
             rates: list[list[float]] = [[], []]
+            used: list[list[float]] = [[], []]  # CPU seconds of a token
+            tokens = streams * args.new_tokens
             for turn in range(args.rounds + 1):
-                for client, rate in zip(clients, rates, strict=True):
-                    began = time.perf_counter()
+                for client, rate, cpu in zip(clients, rates, used, strict=True):
+                    before, began = sum(map(cpu_of_tree, pids)), time.perf_counter()
                     await asyncio.gather(*(one(client, args.new_tokens) for _ in range(streams)))
                     took = time.perf_counter() - began
-                    rate += [streams * args.new_tokens / took] if turn else []
+                    rate += [tokens / took] if turn else []
+                    cpu += [(sum(map(cpu_of_tree, pids)) - before) / tokens] if turn else []
             lines.append(
                 {
                     "what": f"{args.what}, throughput",
@@ -288,6 +295,8 @@ async def _front(args: argparse.Namespace, *clients: _Calls | _Streams) -> list[
                     "direct_tokens_per_s": spread(rates[0]),
                     "front_tokens_per_s": spread(rates[1]),
                     "of_direct": spread([b / a for a, b in zip(*rates, strict=True)]),
+                    "direct_cpu_us_a_token": spread([1e6 * each for each in used[0]]),
+                    "front_cpu_us_a_token": spread([1e6 * each for each in used[1]]),
                 }
             )
     finally:

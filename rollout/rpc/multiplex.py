@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from rollout.errors import RequestAborted, RolloutError, from_wire
+from rollout.errors import RequestAborted, RolloutError, TransferFailed, from_wire
 from rollout.generation import RequestOutput
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import output_from_proto
-from rollout.rpc.growth import Cumulative
+from rollout.rpc.growth import Cumulative, GrownRow, grown_rows
 
 
 class Multiplex:
@@ -69,7 +69,7 @@ class _Stream:
     def begin(self, request: Mapping[str, Any]) -> tuple[int, _Call]:
         number, call = next(self._numbers), _Call()
         self._calls[number] = call
-        self._commands.put_nowait(pb.MultiplexRequest(call=number, **request))
+        self._commands.put_nowait(pb.MultiplexRequest(call=number, grown=True, **request))
         return number, call
 
     def end(self, number: int) -> None:
@@ -87,6 +87,10 @@ class _Stream:
                 for one in message.outputs:
                     if (reader := self._calls.get(one.call)) is not None:
                         reader.put(one.index, output_from_proto(one.output), one.added)
+                if message.HasField("grown"):
+                    for number, index, row in grown_rows(message.grown):
+                        if (reader := self._calls.get(number)) is not None:
+                            reader.grow(index, row)
                 for end in message.ended:
                     if (reader := self._calls.pop(end.call, None)) is not None:
                         reader.end(from_wire(json.loads(end.error)) if end.error else None)
@@ -127,6 +131,13 @@ class _Call:
             self._rows[index].add(output)
         else:
             self._rows[index] = Cumulative(output)
+        self._unread[index] = None
+        self._some.set()
+
+    def grow(self, index: int, more: GrownRow) -> None:
+        if index not in self._rows:
+            raise TransferFailed("a row has grown of which nothing had come")
+        self._rows[index].grow(more)
         self._unread[index] = None
         self._some.set()
 

@@ -9,8 +9,11 @@ from proxies import Proxy
 from shared_engines import eventually
 
 from rollout import AsyncRollout
-from rollout.errors import EngineClosed, InvalidRequest
-from rollout.rpc.growth import Cumulative, added
+from rollout.errors import EngineClosed, InvalidRequest, TransferFailed
+from rollout.generation import SamplingParams, VersionSpan
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.convert import params_to_proto, prompt_to_proto
+from rollout.rpc.growth import Cumulative, GrownRows, added, grown_rows
 
 ASKED = (
     {"max_tokens": 24, "temperature": 0.0},
@@ -137,3 +140,117 @@ def test_what_outputs_add_makes_them_again(engine):
         before = now
     shorter = replace(before, outputs=[replace(one, text="") for one in before.outputs])
     assert added(before, shorter) is None
+
+
+def cut(output, count):
+    """As ``output`` stood after ``count`` tokens."""
+    [one] = output.outputs
+    logs = one.logprobs
+    part = replace(
+        one, token_ids=one.token_ids[:count], text=one.text[: 2 * count], finish_reason=None,
+        logprobs=replace(
+            logs, raw=logs.raw[:count], processed=logs.processed[:count],
+            log_kept_mass=logs.log_kept_mass[:count],
+        ),
+        cumulative_logprob=sum(logs.processed[:count]),
+        weight_versions=tuple(VersionSpan(s.version, 0, count) for s in one.weight_versions),
+        kv_spans=tuple(VersionSpan(s.version, 0, 5 + count) for s in one.kv_spans),
+    )  # fmt: skip
+    return replace(output, outputs=[part], finished=False)
+
+
+@pytest.fixture(scope="module")
+def whole(engine):
+    return engine.generate("a text", {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True})[0]
+
+
+def test_rows_that_only_have_more_tokens_are_columns_which_make_them_again(whole):
+    counts = (1, 2, 2, 5, 13)
+    before = cut(whole, 1)
+    row = Cumulative(before)
+    for count in counts:
+        now, rows = cut(whole, count), GrownRows()
+        assert rows.add(3, 1, before, now)
+        [(call, index, more)] = grown_rows(rows.message())
+        assert (call, index) == (3, 1)
+        row.grow(more)
+        assert row.output() == now
+        before = now
+    assert not GrownRows().add(3, 1, before, whole)  # it has finished
+    row.add(added(before, whole))
+    assert row.output() == whole
+    assert GrownRows().message() is None
+
+
+def test_what_is_more_than_tokens_is_no_column(whole):
+    first, second = cut(whole, 2), cut(whole, 3)
+    [one] = second.outputs
+
+    def goes(**changed):
+        new = replace(second, outputs=[replace(one, **changed)])
+        return GrownRows().add(0, 0, first, new)
+
+    *_, last = one.weight_versions
+    assert goes()
+    assert not goes(finish_reason="length")
+    assert not goes(staleness=1)
+    assert not goes(adapter="other@2")
+    assert not goes(text="")
+    assert not goes(logprobs=replace(one.logprobs, top=[{}] * len(one.token_ids)))
+    for spans in ((*one.weight_versions, VersionSpan(9, last.stop, last.stop + 1)), ()):
+        assert not goes(weight_versions=spans)
+        assert not goes(kv_spans=spans)
+    assert not GrownRows().add(0, 0, first, replace(second, epoch=1))
+    assert not GrownRows().add(0, 0, first, replace(second, finished=True))
+    assert not GrownRows().add(0, 0, first, replace(second, hidden_state=[1.0]))
+    two = replace(first, outputs=first.outputs * 2), replace(second, outputs=second.outputs * 2)
+    assert not GrownRows().add(0, 0, *two)
+
+
+def test_columns_that_do_not_fit_are_refused(whole):
+    first, second = cut(whole, 2), cut(whole, 3)
+    rows = GrownRows()
+    assert rows.add(0, 0, first, second)
+    for name in ("calls", "texts", "counts", "token_ids", "raw", "log_kept_mass"):
+        message = pb.Grown()
+        message.CopyFrom(rows.message())
+        del getattr(message, name)[:]
+        with pytest.raises(TransferFailed, match="do not fit"):
+            list(grown_rows(message))
+    [(_, _, more)] = grown_rows(rows.message())
+    with pytest.raises(TransferFailed, match="several samples"):
+        Cumulative(replace(first, outputs=first.outputs * 2)).grow(more)
+    bare = replace(first, outputs=[replace(first.outputs[0], kv_spans=())])
+    with pytest.raises(TransferFailed, match="without spans"):
+        Cumulative(bare).grow(more)
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_columns_come_to_who_reads_them_alone(engine, grown):
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+    async def work(client):
+        ended = asyncio.Event()
+
+        async def commands():
+            for call in range(4):
+                request = pb.GenerateRequest(
+                    prompts=[prompt_to_proto([call + 1, 2, 3], f"columns {call}")],
+                    params=[params_to_proto(params)], stream=True,
+                )  # fmt: skip
+                yield pb.MultiplexRequest(call=call, generate=request, grown=grown)
+            await ended.wait()
+
+        found, calls = [], set(range(4))
+        async for message in client.backend._multiplexed(commands()):
+            found.append(message)
+            calls -= {end.call for end in message.ended}
+            if not calls:
+                ended.set()
+        return found
+
+    messages = course(engine.address, work)
+    columns = sum(sum(message.grown.counts) for message in messages)
+    assert any(message.HasField("grown") for message in messages) == grown
+    whole = sum(len(c.token_ids) for m in messages for o in m.outputs for c in o.output.outputs)
+    assert whole + columns == 4 * 24

@@ -14,7 +14,7 @@ from rollout.errors import InvalidRequest, RolloutError, to_wire
 from rollout.generation import RequestOutput
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import output_to_proto
-from rollout.rpc.growth import added
+from rollout.rpc.growth import GrownRows, added
 
 log = logging.getLogger(__name__)
 MESSAGE = 1 << 20  # bytes from which on the rest goes in the next message
@@ -36,6 +36,7 @@ class Multiplexed:
         self._sent: dict[int, dict[int, RequestOutput]] = {}  # the last one of each row
         self._ended: dict[int, bytes] = {}
         self._some = asyncio.Event()
+        self._reads_grown = False
 
     async def answers(self, commands: AsyncIterator[Any]) -> AsyncGenerator[Any]:
         """Until ``commands`` have ended, and all calls. Ended early, it ends the calls."""
@@ -62,6 +63,7 @@ class Multiplexed:
             if isinstance(command, RolloutError):
                 raise command
             number, kind = command.call, command.WhichOneof("command")
+            self._reads_grown |= command.grown
             if kind == "cancel":
                 if task := self._calls.pop(number, None):
                     task.cancel()
@@ -91,11 +93,17 @@ class Multiplexed:
         """Of what there is now; the ends of calls come last."""
         newest, self._newest = self._newest, {}
         ended, self._ended = self._ended, {}
-        part, size = [], 0
+        part, grown, size = [], GrownRows(), 0
         for (number, index), output in newest.items():
             rows = self._sent.setdefault(number, {})
-            more = None if index not in rows else added(rows[index], output)
-            rows[index] = output
+            before, rows[index] = rows.get(index), output
+            if before is not None and self._reads_grown:
+                if grown.size > MESSAGE:
+                    yield pb.MultiplexResponse(grown=grown.message())
+                    grown = GrownRows()
+                if grown.add(number, index, before, output):
+                    continue
+            more = None if before is None else added(before, output)
             part.append(
                 pb.CallOutput(
                     call=number, index=index, added=more is not None,
@@ -109,8 +117,8 @@ class Multiplexed:
         ends = [pb.CallEnd(call=number, error=error) for number, error in ended.items()]
         for number in ended:
             self._sent.pop(number, None)
-        if part or ends:
-            yield pb.MultiplexResponse(outputs=part, ended=ends)
+        if part or ends or grown.rows:
+            yield pb.MultiplexResponse(outputs=part, ended=ends, grown=grown.message())
 
     def _forget(self, number: int) -> None:
         self._sent.pop(number, None)
