@@ -83,7 +83,7 @@ def test_every_way_of_an_update_is_a_fresh_start(job: Job, tmp_path: Path, model
         update(paths[0], "p2p")
         assert outcome(engine) == first
         for transport in ("broadcast", "inline"):
-            update(paths[0], transport)
+            update(paths[0], transport, "delta")  # keeps a copy
             delta = update(paths[2], transport, "delta")
             assert delta["details"]["encoding"] == "delta"
             assert delta["wire_bytes"] < full["wire_bytes"] / 2

@@ -70,7 +70,7 @@ def build(kind: str, path: str, loaded: bool = False) -> tuple[Any, nn.Module]:
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
-        text = model.model.language_model if sees else model.base_model
+        text = model.model.language_model if sees else getattr(model, "model", model.base_model)
         layers = next(one for one in text.children() if isinstance(one, nn.ModuleList))
         for layer in (*layers, *(model.model.visual.blocks if sees else ())):
             fully_shard(layer)

@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_flatten
 
 _state = threading.local()
 _late: list[Callable[[], Any]] = []
+_waits = threading.RLock()  # who waits beside another thread goes on when all has been done
 _pinned: list[Tensor] = []  # kept: no other tensor may get their addresses
 
 
 def wait(what: str) -> None:
     """The device has done all that it was asked for."""
     refuse_in_capture(what)
-    with torch.inference_mode():
+    with _waits, torch.inference_mode():
         while _late:
             _late.pop(0)()
 
