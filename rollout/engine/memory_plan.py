@@ -168,11 +168,13 @@ def _saved_by_windows(
     config: EngineConfig, groups: Sequence[KVGroup], tokens: int, block_bytes: int
 ) -> str:
     """What a sequence of ``tokens`` holds at the most, and what it would if no layer forgot."""
+    if not any(group.forgets for group in groups):
+        return ""
     size, ahead = config.block_size, config.max_num_batched_tokens
     held = blocks_of_sequence(groups, tokens, ahead, size) * block_bytes
     layers = [len(group.layers) for group in groups]
     whole = -(-tokens // size) * block_bytes * sum(layers) // max(layers)
-    if not any(group.forgets for group in groups) or held >= whole:
+    if held >= whole:
         return ""
     return (
         f"of {tokens} tokens a sequence holds {mib(held)} of KV cache at the most, "
@@ -193,7 +195,7 @@ def _state_slots(config: EngineConfig, ranks: Sequence[Mapping[str, Any]]) -> tu
     each, asked = _slot_bytes(ranks), config.state_cache_bytes
     if not each:
         return 0, 0
-    spare = min(_spare(config, reply, len(ranks)) for reply in ranks)
+    spare = min(min(_spare(config, reply, len(ranks)), _allowed(config, reply)) for reply in ranks)
     if asked is not None and not 2 * each <= asked <= spare:
         raise ConfigError(
             f"state_cache_bytes={asked} must be from {2 * each} (the states of one sequence and "

@@ -41,3 +41,10 @@ def test_a_share_that_weights_and_staging_fill_is_refused_with_both_sizes() -> N
         blocks(0.2)
     with pytest.raises(ConfigError, match="on a CPU use kv_cache_bytes"):
         blocks(0.5, {**GPU, "device": "cpu"})
+
+
+def test_recurrent_states_take_a_quarter_of_what_the_share_leaves() -> None:
+    states = {**GPU, "state_slot_bytes": 10 * MIB}
+    assert blocks(0.5, states) == 500 - 100 - 100 - 10 - 70
+    with pytest.raises(ConfigError, match=r"to the 290.0 MiB that are free"):
+        blocks(0.5, states, state_cache_bytes=300 * MIB)

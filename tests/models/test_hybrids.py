@@ -149,6 +149,14 @@ def test_a_warm_run_equals_a_cold_one_bit_for_bit_and_only_of_the_same_weights(
         assert run() == (warm, [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS])
 
 
+def test_a_model_of_states_alone_needs_no_pages(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path, "granite_hybrid", layer_types=["mamba"] * 3)
+    assert not ModelConfig.from_directory(tmp_path).paged_layers
+    with start(tmp_path) as rollout:
+        for prompt, output in zip(PROMPTS, rollout.generate(PROMPTS, GREEDY), strict=True):
+            compare(model, prompt, output.outputs[0])
+
+
 def test_few_slots_give_the_same_answers_in_more_steps(tmp_path: Path) -> None:
     model = write_tiny(tmp_path, "qwen3_5")
     found = check(EngineConfig(model=str(tmp_path), **SETTINGS))
