@@ -259,6 +259,7 @@ class AsyncRollout(GenerationVerbs):
         """End the server, the engine and its processes; a connected one only disconnects."""
         await self.disconnect()
         await asyncio.to_thread(self.backend.close)
+        self.weights.close()
 
     async def disconnect(self) -> None:
         """The part of ``shutdown`` that belongs to the loop: end the server and connections."""

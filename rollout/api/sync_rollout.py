@@ -274,4 +274,5 @@ def _shut_down(rollout: AsyncRollout, loop: _LoopThread) -> None:
         loop.run(rollout.disconnect())
     finally:
         rollout.backend.close()
+        rollout.weights.close()
         loop.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineClosed
 from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -30,8 +30,18 @@ class WeightVerbs:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._over: Backend | None = backend
         self._delta_base, self._plans = DeltaBase(), PlanCache()
+
+    @property
+    def _backend(self) -> Backend:
+        if self._over is None:
+            raise EngineClosed("this Rollout was shut down; make a new one")
+        return self._over
+
+    def close(self) -> None:
+        """For good: a client's would connect again. Ranks that send together all get the error."""
+        self._over = None
 
     def update_weights(
         self,
@@ -132,8 +142,8 @@ class WeightVerbs:
         )
         others = bool(receipt.components) and POLICY not in receipt.components
         builds_on_live = partial or source is None or others
-        # Ranks that did not send learn it too.
-        self._backend.committed(receipt, partial=builds_on_live)
+        if self._over is not None:  # ranks that did not send learn it, too
+            self._over.committed(receipt, partial=builds_on_live)
         return receipt
 
     def weight_info(self) -> WeightInfo:

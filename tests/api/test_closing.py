@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from api.conftest import ENGINE
 
-from rollout import AsyncRollout, RequestOutput, SamplingParams
-from rollout.errors import EngineError
+from rollout import AsyncRollout, RequestOutput, Rollout, SamplingParams
+from rollout.errors import EngineClosed, EngineError
 
 
 async def test_generations_beside_a_shutdown_all_end(bare_checkpoint: str) -> None:
@@ -24,3 +25,14 @@ async def test_generations_beside_a_shutdown_all_end(bare_checkpoint: str) -> No
         await rollout.shutdown()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(error, EngineError) for error in ended)
+
+
+def test_a_client_that_was_shut_down_changes_no_weights(engine: Rollout) -> None:
+    client = Rollout.connect(engine.address, timeout=10)
+    live = client.weight_info().version
+    client.shutdown()
+    sends_nothing = {"model.norm.weight": None}
+    for verb in (lambda: client.update_weights(sends_nothing), client.rollback, client.weight_info):
+        with pytest.raises(EngineClosed, match="this Rollout was shut down; make a new one"):
+            verb()
+    assert engine.weight_version == live

@@ -143,6 +143,23 @@ def test_broken_json_and_unknown_paths_are_named(http: httpx.Client) -> None:
         missing = http.post(path, json={})
         assert missing.status_code == 404
         assert instead in missing.json()["error"]["message"]
+    deep = http.post("/v1/completions", content=b'{"a":' * 20000, headers=headers)
+    assert deep.status_code == 400
+    assert "nested too deeply" in deep.json()["error"]["message"]
+
+
+def test_a_misspelt_route_or_method_is_told_what_is_served(http: httpx.Client) -> None:
+    for path, meant in (
+        ("/v1/completion", "POST /v1/completions"),
+        ("/v1/chat/completion", "POST /v1/chat/completions"),
+        ("/update_weights_from_dsk", "POST /update_weights_from_disk"),
+    ):
+        missing = http.post(path, json={})
+        assert missing.status_code == 404
+        assert f"; did you mean {meant}?" in missing.text
+    wrong = http.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert "Method Not Allowed: GET /v1/completions; use POST" in wrong.text
 
 
 def test_health_needs_no_token_and_everything_else_does(served: Served) -> None:

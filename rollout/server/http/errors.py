@@ -12,10 +12,12 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from rollout.errors import STATUS, EngineClosed, RolloutError, WorkerDied
+from rollout.server.auth import ROUTES
 from rollout.server.http.absent_routes import instead_of
 from rollout.wire.spellings import near
 
 RETRY_AFTER = "1"  # seconds, of an overloaded engine
+_ALIKE = 0.8  # a path that is meant: they have much in common that says nothing
 ErrorShape = Callable[[str, str, str, int], tuple[dict[str, Any], int]]
 _KINDS = {400: "InvalidRequest", 404: "NotFoundError", 413: "InvalidRequest"}
 
@@ -54,9 +56,16 @@ def install_error_handlers(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> No
     ``EngineError`` of the engine's own, or a defect, which is logged with its traceback.
     """
 
-    def reply(request: Request, message: str, kind: str, status: int) -> JSONResponse:
+    def reply(
+        request: Request,
+        message: str,
+        kind: str,
+        status: int,
+        headers: Mapping[str, str] | None = None,
+    ) -> JSONResponse:
         body, status = shaped(shapes, request.url.path, message, kind, status)
-        return JSONResponse(body, status, {"Retry-After": RETRY_AFTER} if status == 429 else None)
+        more = {"Retry-After": RETRY_AFTER} if status == 429 else {}
+        return JSONResponse(body, status, {**(headers or {}), **more})
 
     @app.exception_handler(Exception)
     async def defect(request: Request, error: Exception) -> Response:
@@ -78,10 +87,26 @@ def install_error_handlers(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> No
         message = str(error.detail)
         if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
             message = f"{message}: {request.method} {request.url.path}"
-            if error.status_code == 404 and (instead := instead_of(request.url.path)):
-                message = f"{message}; {instead}"
+            if remedy := _route_meant(request.url.path, error):
+                message = f"{message}; {remedy}"
+        elif error.status_code == 400 and error.__cause__ is not None:  # of a body's parser
+            is_deep = isinstance(error.__cause__, RecursionError)
+            message = "it is nested too deeply" if is_deep else str(error.__cause__)
+            message = f"the body cannot be read as JSON: {message}"
         kind = _KINDS.get(error.status_code, "HTTPError")
-        return reply(request, message, kind, error.status_code)
+        return reply(request, message, kind, error.status_code, error.headers)
+
+
+def _route_meant(path: str, error: HTTPException) -> str:
+    """What to call instead of a path, or method, that is not served; "" where nothing is near."""
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return f"use {allowed}" if allowed else ""
+    if instead := instead_of(path):
+        return instead
+    served = {route: method for method, route in ROUTES}
+    meant = near(path, served, _ALIKE)
+    return "" if meant is None else f"did you mean {served[meant]} {meant}?"
 
 
 def openai_error(message: str, kind: str, status: int) -> dict[str, Any]:
