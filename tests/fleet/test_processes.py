@@ -54,6 +54,7 @@ def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle)
             killed = next(pid for pid in processes if b"serve" in command(pid))
             os.kill(killed, signal.SIGKILL)
             assert tokens(client.generate(PROMPTS, GREEDY)) == expected
+            eventually(lambda: descendants(served.process.pid) - processes)  # it is started again
             wait_serving(served.http, 2)
             assert tokens(client.generate(PROMPTS, GREEDY)) == expected
             receipt = client.update_weights(trained)
@@ -75,6 +76,7 @@ def test_a_replica_that_was_killed_comes_back_with_the_adapters(checkpoint):
             expected = tokens(client.generate(PROMPTS, asked))
             os.kill(next(p for p in processes if b"serve" in command(p)), signal.SIGKILL)
             assert tokens(client.generate(PROMPTS, asked)) == expected
+            eventually(lambda: descendants(served.process.pid) - processes)  # it is started again
             wait_serving(served.http, 2)
             assert client.weight_info().adapters == {"math": 1, "code": live.version}
             assert tokens(client.generate(PROMPTS, asked)) == expected
