@@ -121,6 +121,11 @@ class EngineConfig:
         "a Python file or module with MODULE_MAP: architecture, or class of transformers', to the "
         "class in its place (docs/add_a_model.md)",
     )
+    worker_extension_cls: str | None = _setting(
+        None,
+        "FILE.py:Class or module:Class, whose methods every rank runs when collective_rpc calls "
+        "them by name (docs/collective_rpc.md)",
+    )
     components: Mapping[str, str] = field(
         default_factory=dict,
         metadata={

@@ -214,6 +214,7 @@ class AsyncRollout(GenerationVerbs):
     load_lora_adapter = _in_thread(WeightVerbs.load_lora_adapter)
     unload_lora_adapter = _in_thread(WeightVerbs.unload_lora_adapter)
     save_sharded_state = _in_thread(WeightVerbs.save_sharded_state)
+    collective_rpc = _in_thread(WeightVerbs.collective_rpc)
 
     @property
     def weight_version(self) -> Coroutine[Any, Any, int]:

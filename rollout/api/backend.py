@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.errors import EngineError
 from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
@@ -169,6 +169,12 @@ class Backend(Protocol):
 
     def save_sharded_state(self, path: str, timeout: float) -> int:
         """Every rank's live weights as files of this host; returns their version."""
+        ...
+
+    def collective_rpc(
+        self, method: str, args: list[Any], kwargs: dict[str, Any], timeout: float
+    ) -> list[Any]:
+        """What every rank's ``worker_extension_cls`` returns, by rank."""
         ...
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None: ...

@@ -22,7 +22,7 @@ _LEFT_OUT = (
     *("journal", "journal_bytes", "weight_dirs", "served_model_name", "components", "executor"),
     *("undo", "staging", "max_staleness", "on_stale", "max_adapters", "progress"),
     *("max_cpu_loras", "lora_embeddings", "lora_experts"),
-    *("trace_load", "max_parallel_loading_workers"),
+    *("trace_load", "max_parallel_loading_workers", "worker_extension_cls"),
 )
 _OF_ADAPTERS = ("lora_embeddings", "lora_experts")  # are, where there is one again
 _NAMED = 8  # tensors that a line names

@@ -148,6 +148,7 @@ class Rollout:
     load_lora_adapter = _here(WeightVerbs.load_lora_adapter)
     unload_lora_adapter = _here(WeightVerbs.unload_lora_adapter)
     save_sharded_state = _here(WeightVerbs.save_sharded_state)
+    collective_rpc = _here(WeightVerbs.collective_rpc)
 
     def stream(
         self, prompt: AnyPrompt | Mapping[str, Any], params: OneParams | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
-from rollout.errors import ConfigError, EngineClosed
+from rollout.errors import ConfigError, EngineClosed, InvalidRequest
 from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -206,3 +207,32 @@ class WeightVerbs:
         starts from what is there: save again.
         """
         return self._backend.save_sharded_state(str(path), check_timeout(timeout))
+
+    def collective_rpc(
+        self,
+        method: str,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> list[Any]:
+        """Run ``method`` of ``worker_extension_cls`` on every rank; what each returned, by rank.
+
+        Arguments and results are what JSON holds: the ranks may be other processes, also on other
+        hosts. It runs between two steps, so that generation waits. ``InvalidRequest`` where there
+        is no such method, ``EngineError`` where it raises, ``DeadlineExceeded`` naming the ranks
+        that were not done within ``timeout`` (they go on). Embedded engines only.
+        """
+        if not isinstance(method, str):
+            raise InvalidRequest(
+                f"collective_rpc takes a method's name, got {type(method).__name__}: ranks are "
+                "sent no code; put the function into the class of worker_extension_cls"
+            )
+        try:
+            sent = json.dumps([list(args), dict(kwargs or {})], allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"collective_rpc {method}: arguments must be what JSON holds: {error}"
+            ) from error
+        plain, named = json.loads(sent)  # alike for a rank in this process and for others
+        return self._backend.collective_rpc(method, plain, named, check_timeout(timeout))

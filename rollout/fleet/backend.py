@@ -348,6 +348,11 @@ class FleetBackend:
     def save_sharded_state(self, path: str, timeout: float) -> int:
         raise ConfigError("save_sharded_state writes where ranks run: call it on a member")
 
+    def collective_rpc(
+        self, method: str, args: list[Any], kwargs: dict[str, Any], timeout: float
+    ) -> list[Any]:
+        raise ConfigError("collective_rpc runs what is a member's own: call it on each member")
+
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return self._log.receipts
 

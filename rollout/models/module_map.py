@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module, util
-from pathlib import Path
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import nn
 from rollout.errors import ConfigError
 from rollout.models.arch import Arch
 from rollout.models.registry import Registry
+from rollout.models.user_module import imported
 
 NAME = "MODULE_MAP"
 
@@ -36,7 +34,7 @@ class ModuleMap:
 
         Its values are classes, or ``module:Class``. Raises ``ConfigError``.
         """
-        module = _imported(where)
+        module = imported(where, "module_map")
         found = getattr(module, NAME, None)
         if not isinstance(found, Mapping):
             raise ConfigError(f"{where} has no dict {NAME}: architecture or class -> class")
@@ -76,31 +74,6 @@ def replace_modules(model: nn.Module, modules: Mapping[str, str]) -> None:
             f"{NAME}: the model has no module of class {' or '.join(sorted(modules))}; classes of "
             "transformers' models are replaced, by their full names"
         )
-
-
-def _imported(where: str) -> ModuleType:
-    path = Path(where).expanduser()
-    try:
-        if path.suffix != ".py":
-            return import_module(where)
-        resolved = path.resolve()
-        name = f"rollout_module_map_{hashlib.sha256(str(resolved).encode()).hexdigest()[:16]}"
-        if name not in sys.modules:
-            spec = util.spec_from_file_location(name, resolved)
-            assert spec is not None
-            assert spec.loader is not None
-            module = util.module_from_spec(spec)
-            sys.modules[name] = module
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[name]
-                raise
-        return sys.modules[name]
-    except Exception as error:  # whatever the user's code raises
-        raise ConfigError(
-            f"module_map {where} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _path(module: ModuleType, name: str, value: Any) -> str:

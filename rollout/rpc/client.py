@@ -355,6 +355,11 @@ class RolloutClient:
     def save_sharded_state(self, path: str, timeout: float) -> int:
         raise _not_from_here("save_sharded_state writes")
 
+    def collective_rpc(
+        self, method: str, args: list[Any], kwargs: dict[str, Any], timeout: float
+    ) -> list[Any]:
+        raise _not_from_here("collective_rpc runs", "; or POST /collective_rpc to its server")
+
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         reply = self._ask("Receipts", pb.ReceiptsRequest(), self.timeout)
         return tuple(from_json(UpdateReceipt, document.json) for document in reply.receipts)

@@ -309,10 +309,11 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
                 "world_size": weights.tensor_parallel_size,
                 "data_parallel_size": 1,
                 "pipeline_parallel_size": 1,
-                "max_parallel_loading_workers": _loading_workers(rollout),
+                "max_parallel_loading_workers": _setting(rollout, "max_parallel_loading_workers"),
                 "disable_custom_all_reduce": True,
                 "tokenizer_pool_config": None,
-                "placement_group": None,
+                "placement_group": _setting(rollout, "ray_placement_group"),
+                "worker_extension_cls": _setting(rollout, "worker_extension_cls") or "",
             },
             "lora_config": _lora_config(rollout),
         },
@@ -325,12 +326,10 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
     }
 
 
-def _loading_workers(rollout: AsyncRollout) -> int | None:
-    """Ranks that read the checkpoint at once, where that is bounded."""
+def _setting(rollout: AsyncRollout, name: str) -> Any:
+    """Of the engine, where it is this process's own; else None."""
     backend = rollout.backend
-    if not isinstance(backend, EmbeddedBackend):
-        return None
-    return backend.config.max_parallel_loading_workers
+    return getattr(backend.config, name) if isinstance(backend, EmbeddedBackend) else None
 
 
 def _lora_config(rollout: AsyncRollout) -> Document | None:

@@ -223,8 +223,6 @@ ENGINE = Spellings(
         "generation_config": "leave it out: a checkpoint's sampling defaults never apply silently",
         "distributed_executor_backend": "use {executor} inline, multiprocess or ray",
         "limit_mm_per_prompt": "use {max_images}, for each prompt",
-        "worker_extension_cls": "ranks run no code of callers; update_weights and "
-        "register_loader (docs/loading.md) are the seams",
         "speculative_config": "there is no speculative decoding",
         "disable_custom_all_reduce": "leave it out: there is none",
         "allow_credentials": _NO_CORS,

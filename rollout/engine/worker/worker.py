@@ -25,6 +25,7 @@ from rollout.distributed import (
     join_group,
 )
 from rollout.engine.resolved_model import ResolvedModel
+from rollout.engine.worker.extension import WorkerExtension, call_extension, make_extension
 from rollout.engine.worker.model_runner import ModelRunner
 from rollout.engine.worker.profile import RankProfile, read_speed
 from rollout.engine.worker.rank_updates import RankUpdates
@@ -66,6 +67,7 @@ class Worker:
         self._before: int | None = None  # the version before the last commit, while it is there
         self._runner: ModelRunner | None = None
         self._updates: RankUpdates | None = None
+        self._extension: WorkerExtension | None = None
         self._nonfinite: tuple[str, ...] = ()  # tensors of the checkpoint that hold NaN
         self._asleep = 0  # the level of the sleep
         self._profile: RankProfile | None = None
@@ -81,6 +83,7 @@ class Worker:
             "info": self._plain(self.info),
             "profile": self._plain(self.profile),
             "save_shard": self._plain(self.save_shard),
+            "collective_rpc": self._plain(self.collective_rpc),
             "read_speed": self._plain(lambda _: {"bytes_per_second": read_speed(self.device)}),
             "weight_info": self._plain(self.weight_info),
             "interrupt_update": self._plain(self.interrupt_update),
@@ -150,7 +153,7 @@ class Worker:
         """Let go of the model; calls fail from now on."""
         if self._updates is not None:
             self._updates.leave()
-        self._runner = self._updates = None
+        self._runner = self._updates = self._extension = None
         fd, self._shared_fd = self._shared_fd, None
         if fd is not None:  # it never started
             os.close(fd)
@@ -174,7 +177,13 @@ class Worker:
                 self._join(args["rendezvous"])
             if self.tp.rank not in args.get("ranks", (self.tp.rank,)):
                 return {}
+            extension = None
+            if config.worker_extension_cls is not None:  # before a load that takes its time
+                extension = make_extension(config.worker_extension_cls)
             self._runner = ModelRunner(found.settled(config), found, self.tp, self.device)
+            if extension is not None:
+                extension.bind(self.tp, self.device, self._runner)
+            self._extension = extension
             device = str(self.device)
             self._updates = RankUpdates(
                 *(self._runner.instances, self.tp.rank, device),
@@ -275,6 +284,11 @@ class Worker:
             into = into if component == POLICY else into / component
             nbytes += save_shard(into, self.tp.rank, self.tp.size, values, save=args["save"])
         return {"version": self.version, "num_bytes": nbytes}
+
+    def collective_rpc(self, args: Args) -> dict[str, Any]:
+        """What a method of ``worker_extension_cls`` returns here."""
+        named = args["method"], args["args"], args["kwargs"]
+        return {"result": call_extension(self._extension, *named)}
 
     def weight_info(self, args: Args) -> dict[str, Any]:
         """The complete set that a full update sends, in file form, and the accepted aliases."""

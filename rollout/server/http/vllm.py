@@ -23,6 +23,7 @@ from rollout.api.embedded import EmbeddedBackend
 from rollout.api.generation_verbs import in_order
 from rollout.api.image_inputs import image_file
 from rollout.api.prompts import PreparedChat
+from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import (
     AnyPrompt,
@@ -322,7 +323,9 @@ async def finish_session(
 
 
 class RpcBody(BaseModel):
-    """``timeout``: seconds. ``args`` must be empty: what is served takes names."""
+    """``timeout``: seconds, of a method of ``worker_extension_cls``; verbs have their own, take
+    names and no ``args``.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -361,7 +364,7 @@ RPC: Mapping[str, tuple[frozenset[str], Callable[..., Awaitable[None]]]] = {
 @routes.on("POST", "/collective_rpc", Access.CONTROL)
 async def collective_rpc(rollout: Engine, body: RpcBody) -> Document:
     if body.method not in RPC:
-        raise InvalidRequest(f"method {body.method!r} is not served; {', '.join(RPC)} are")
+        return {"results": await _of_the_extension(rollout, body)}
     names, act = RPC[body.method]
     if body.args or set(body.kwargs) - names:
         raise InvalidRequest(
@@ -370,3 +373,16 @@ async def collective_rpc(rollout: Engine, body: RpcBody) -> Document:
     await act(rollout, body.kwargs)
     world = (await rollout.weight_info()).tensor_parallel_size
     return {"results": [None] * world}
+
+
+async def _of_the_extension(rollout: AsyncRollout, body: RpcBody) -> list[Any]:
+    backend = rollout.backend
+    if not isinstance(backend, EmbeddedBackend) or backend.config.worker_extension_cls is None:
+        raise InvalidRequest(
+            f"method {body.method!r} is not served; {', '.join(RPC)} are, and methods of an "
+            "engine's own --worker-extension-cls"
+        )
+    limit = DEFAULT_TIMEOUT if body.timeout is None else body.timeout
+    return await rollout.collective_rpc(
+        body.method, args=body.args, kwargs=body.kwargs, timeout=limit
+    )
