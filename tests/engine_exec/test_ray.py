@@ -20,6 +20,8 @@ NEW = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.mark.more
+@pytest.mark.timeout(1200)  # others may have Ray first
+@pytest.mark.usefixtures("ray_alone")
 @pytest.mark.skipif(CLIENT is None, reason="Ray is not installed: make clients")
 def test_an_engine_runs_over_two_nodes_and_says_when_one_is_gone(tmp_path: Path) -> None:
     models = [tmp_path / "one", tmp_path / "other"]

@@ -17,6 +17,8 @@ CLIENT = folder("verl")  # which brings Ray
 
 
 @pytest.mark.more
+@pytest.mark.timeout(1200)  # others may have Ray first
+@pytest.mark.usefixtures("ray_alone")
 @pytest.mark.skipif(CLIENT is None, reason="Ray is not installed: make clients")
 def test_members_move_when_nodes_go_and_the_fleet_serves_on(
     checkpoint, oracle, tmp_path: Path

@@ -20,6 +20,8 @@ CLIENT = folder("ray_serve")
 
 
 @pytest.mark.more
+@pytest.mark.timeout(1200)  # others may have Ray first
+@pytest.mark.usefixtures("ray_alone")
 @pytest.mark.skipif(CLIENT is None, reason="Ray Serve is not installed: make clients")
 def test_the_config_in_deploy_serves_and_a_front_that_ends_is_started_again(
     oracle, tmp_path: Path

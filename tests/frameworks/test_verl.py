@@ -23,6 +23,8 @@ def test_verl_finds_the_plugin_by_its_entry_point() -> None:
 
 
 @pytest.mark.more
+@pytest.mark.timeout(1200)  # others may have Ray first
+@pytest.mark.usefixtures("ray_alone")
 @pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
 def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> None:
     models = [tmp_path / "one", tmp_path / "other"]
@@ -55,7 +57,7 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def synced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def synced(ray_alone: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What became of both kinds; one process, for most of its time goes into imports."""
     path = tmp_path_factory.mktemp("verl")
     write_tiny(path, seed=0, tokenizer=True)
@@ -64,7 +66,7 @@ def synced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.more
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
 @pytest.mark.parametrize(("kind", "versions"), [("apart", 3), ("hybrid", 2)])
 def test_verls_trainer_learns_and_every_step_is_live(
