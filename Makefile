@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick more clients browser soak cards docs lint types unit install clean
+.PHONY: demo test quick more again clients browser soak cards docs lint types unit install clean
 
 # REPLICAS=2: on a fleet of as many engines, updated as one.
 demo: $(STAMP)
@@ -34,6 +34,10 @@ quick: lint
 more: $(STAMP)
 	-$(BIN)/python tests/clients/install.py
 	$(PYTEST) -m more
+
+# What failed last, by itself; an error where nothing did, as where the tests never began.
+again: $(STAMP)
+	$(BIN)/pytest -m "more or not more" --last-failed --last-failed-no-failures none
 
 # Clients of other frameworks whose pins exclude ours, each in .clients/NAME, over the same torch.
 # One that cannot be installed is named, and its tests in `make more` are skipped.

@@ -269,9 +269,12 @@ class EmbeddedBackend:
                 f"the grant is for another life of this engine: epoch {grant.epoch}, not "
                 f"{core.epoch}"
             )
-        coordinator.see_fence(grant.fence)
-        if grant.epoch is not None:
-            core.serving.grant(grant.until, (grant.fence, grant.serial), grant.returns)
+        core.serving.check_fleet(grant.fleet)
+        if grant.epoch is None:
+            coordinator.check_fence(grant.fence, grant.fleet)
+        else:
+            coordinator.see_fence(grant.fence, grant.fleet)
+            core.serving.grant(grant.until, (grant.fence, grant.serial), grant.returns, grant.fleet)
         return Standing(
             epoch=core.epoch,
             clock=core.serving.clock(),

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 REPLICAS: tuple[Row, ...] = (
     ("--replicas", "N", 1, "engines of this model on this host, behind one address and updated as "
      "one; each is started again when it ends"),
-    ("--min-replicas", "N", 1, "to how few of them POST /fleet/replicas may go"),
+    ("--min-replicas", "N", None, "to how few of them POST /fleet/replicas may go (default: "
+     "--quorum, or 1)"),
     ("--max-replicas", "N", None, "and to how many (default: --replicas)"),
     ("--quorum", "N", None, "of several engines, how many must hold a version for it to commit: "
      "others are fenced and catch up (default: 2, or 1 where there is one)"),
@@ -131,11 +132,17 @@ async def _serving(
     from rollout.fleet.engine_process import START_LIMIT
     from rollout.fleet.replicas import Replicas
 
+    needed = args.quorum or 1
+    least = needed if args.min_replicas is None else args.min_replicas
+    if least < needed:
+        raise ConfigError(
+            f"--min-replicas {least} is below --quorum {needed}: no update could commit"
+        )
     # All members end with this process: what it has promised dies with them.
     with tempfile.TemporaryDirectory(prefix="rollout-fleet-") as record:
         fleet = _fleet(record, args, tls)
         replicas = Replicas(
-            fleet, launcher, count, least=args.min_replicas, most=args.max_replicas, enough=enough,
+            fleet, launcher, count, least=least, most=args.max_replicas, enough=enough,
             start_timeout=START_LIMIT if enough is None else config.start_timeout,
         )  # fmt: skip
         backend = FleetBackend(

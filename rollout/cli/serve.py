@@ -53,13 +53,13 @@ def serve(args: argparse.Namespace) -> int:
     check_slots(at, config)
     if args.replicas < 1:
         raise ConfigError("--replicas must be 1 or more")
+    several = max(args.replicas, args.min_replicas or 1, args.max_replicas or 1) > 1
     if args.follow is not None:
         from rollout.weight_sync.versions.follower import allowed
 
         allowed(args.follow, config.weight_dirs)
-        if args.replicas > 1:
+        if several:
             raise ConfigError("--follow goes with one engine: send a fleet its weights instead")
-    several = args.replicas > 1 or (args.max_replicas or 1) > 1
     service = serving_replicas(config, at, args) if several else _engine(args, config, at)
     return asyncio.run(run_service(args, service))
 

@@ -30,6 +30,7 @@ class ServingLease:
         self._until: float | None = None
         self._returns: float | None = None  # when it serves alone again, as before its fleet came
         self._newest = (0, 0)
+        self._fleet = 0  # which one has granted last
         self._lock = threading.Lock()
 
     @staticmethod
@@ -37,8 +38,27 @@ class ServingLease:
         """Seconds, never set, suspension of the host included: what grants name."""
         return time.clock_gettime(_CLOCK)
 
+    def check_fleet(self, fleet: int) -> None:
+        """``ConfigError`` where another ``fleet`` than that (0: one that does not say) may grant,
+        for as long as what it has granted lasts.
+        """
+        left = self.left
+        if self._is_another(fleet) and left is not None and left > 0:
+            raise ConfigError(
+                "this engine is a member of another fleet, whose front grants it leases: remove it "
+                "there first (DELETE /fleet/members), or end that front; a front that is to take "
+                "the fleet over needs the same --record"
+            )
+
+    def _is_another(self, fleet: int) -> bool:
+        return bool(fleet and self._fleet and fleet != self._fleet)
+
     def grant(
-        self, until: float | None, order: tuple[int, int], returns: float | None = None
+        self,
+        until: float | None,
+        order: tuple[int, int],
+        returns: float | None = None,
+        fleet: int = 0,
     ) -> None:
         """Unless a grant that comes later in the ``order`` they were made in has been here.
 
@@ -46,6 +66,9 @@ class ServingLease:
         so again, unless it hears of the fleet until then.
         """
         with self._lock:
+            if self._is_another(fleet):  # which counts anew
+                self._newest = (0, 0)
+            self._fleet = fleet or self._fleet
             if order >= self._newest:
                 was_alone = self._until is None or self._returns is not None
                 self._returns = returns if was_alone else None
@@ -72,7 +95,7 @@ class ServingLease:
             if returns is None or now < returns:
                 return until - now
             self._until = self._returns = None
-            self._newest = (0, 0)  # another fleet counts anew
+            self._newest, self._fleet = (0, 0), 0  # another fleet counts anew
             log.warning(
                 "the fleet that took this engine in has ended, or cannot be reached, and never "
                 "began: the engine serves alone again, as before"

@@ -19,7 +19,8 @@ class Promise:
     ``fence`` grows with every coordinator that takes the record over. (``epoch``, ``version``) is
     what the fleet serves, by the update ``update_id``, with weights of ``digest``. ``before``: the
     digest that a rollback leads to, 0 where there is none. ``adapters``: those that are in
-    ``digest``; ``adapters_before``: in ``before``.
+    ``digest``; ``adapters_before``: in ``before``. ``fleet``: which one it is, whatever becomes of
+    its epochs; 0 where nobody has said.
     """
 
     fence: int
@@ -31,6 +32,7 @@ class Promise:
     lease: float = 0.0  # the longest that any of them may have granted, in seconds
     adapters: Adapters = ()
     adapters_before: Adapters = ()
+    fleet: int = 0
 
 
 @dataclass(frozen=True, slots=True)

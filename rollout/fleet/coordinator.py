@@ -60,7 +60,7 @@ class Coordinator:
         self.promise = promise
         self.quorum, self.lease = quorum, lease
         self.members = Members()
-        self._leases = Leases(promise.fence, lease)
+        self._leases = Leases(promise.fence, promise.fleet, lease)
         self._admission = Admission(self.members, lease)
         self.update: Update | None = None
         # Grants of earlier coordinators have ended then.

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 LEASE = 2.0  # seconds
 PATIENCE = 0.25  # of an update's timeout
 THREADS = 64
+COPIED = 60.0  # seconds for which whoever alone holds what is live is kept, whatever its notice
 KEPT = 8  # outcomes of updates, and receipts of a member
 _CLOSED = (
     "the fleet's front was closed: what it was about to commit is live if its record says so; a "
@@ -138,21 +139,23 @@ class Fleet:
             self._set_quorum()
 
     def leave(self, name: str, notice: float) -> None:
-        """Remove a member that gets nothing new from here on, once what runs there has ended, and
-        others hold what is live, or ``notice`` seconds are over; what still runs then goes on
-        elsewhere. ``ConfigError`` for a name that is none; again for one that is leaving waits for
-        the same end.
+        """Remove a member that gets nothing new from here on, once what runs there has ended, or
+        ``notice`` seconds are over; what still runs then goes on elsewhere. One that alone holds
+        what is live stays until another has its copy, ``COPIED`` seconds at the most where its
+        notice is shorter. ``ConfigError`` for a name that is none; again for one that is leaving
+        waits for the same end.
         """
+        began = time.monotonic()
         with self._changed:
             if (link := self._links.get(name)) is None:
                 raise _no_member(name)
-            self._do(self._state.leave(name, time.monotonic()))
+            self._do(self._state.leave(name, began))
             self._set_quorum()
 
         def may_go() -> bool:
-            return not (link.calls or self._state.is_needed(name, time.monotonic()))
+            return self._links.get(name) is not link or not self._is_kept(link, began + notice)
 
-        self.wait(lambda: self._links.get(name) is not link or may_go(), notice)
+        self.wait(may_go, max(notice, COPIED))
         with self._changed:
             if self._links.get(name) is not link:
                 return
@@ -397,6 +400,11 @@ class Fleet:
             update = self._state.update
             return {} if update is None else {n: w for n, w in update.lost.items() if n in names}
 
+    def _is_kept(self, link: Link, until: float) -> bool:
+        """Whether one that leaves has something to stay for."""
+        now = time.monotonic()
+        return (bool(link.calls) and now < until) or self._state.is_needed(link.name, now)
+
     @property
     def _may_begin(self) -> bool:
         return self._state.idle and not self._commits
@@ -413,7 +421,8 @@ class Fleet:
     def _meet(self, link: Link) -> None:
         """Raise what is wrong with whoever answers there, if somebody does."""
         try:
-            standing = link.ask(Grant(fence=self.promise.fence, epoch=None))
+            promise = self.promise
+            standing = link.ask(Grant(fence=promise.fence, fleet=promise.fleet, epoch=None))
         except ConfigError:
             raise
         except RolloutError as error:

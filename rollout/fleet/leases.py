@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollout.fleet.actions import Ask
 from rollout.fleet.member import Member
 from rollout.weight_sync.protocol.membership import Grant
@@ -11,11 +13,11 @@ DRIFT = 0.05  # how much faster one machine's clock may run than another's
 
 class Leases:
     """Of ``seconds`` each, by members' own clocks, in one order: that of ``serial``. ``begun``:
-    somebody may depend on what members serve.
+    somebody may depend on what members serve. ``fence`` and ``fleet``: of the coordinator.
     """
 
-    def __init__(self, fence: int, seconds: float) -> None:
-        self.seconds, self._fence = seconds, fence
+    def __init__(self, fence: int, fleet: int, seconds: float) -> None:
+        self.seconds, self._fence, self._fleet = seconds, fence, fleet
         self.serial = 0  # of the last grant
         self.begun = False
 
@@ -30,15 +32,14 @@ class Leases:
         """
         member.asked = now
         self.serial += 1
-        fence, serial, standing = self._fence, self.serial, member.standing
+        standing = member.standing
+        grant = Grant(fence=self._fence, fleet=self._fleet, serial=self.serial, epoch=None)
         if standing is None or (member.has_lease and in_doubt):
-            return Ask(member.name, Grant(fence=fence, serial=serial, epoch=None))
+            return Ask(member.name, grant)
         until = 0.0
         if member.has_lease:
             member.serves_until = max(member.serves_until, member.heard + self.counted)
-            until, member.granted = standing.clock + self.seconds, serial
-        grant = Grant(
-            fence=fence, serial=serial, epoch=standing.epoch, until=until,
-            returns=None if self.begun else standing.clock + self.seconds,
-        )  # fmt: skip
+            until, member.granted = standing.clock + self.seconds, self.serial
+        returns = None if self.begun else standing.clock + self.seconds
+        grant = replace(grant, epoch=standing.epoch, until=until, returns=returns)
         return Ask(member.name, grant)

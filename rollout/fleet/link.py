@@ -82,10 +82,11 @@ class Link:
         it listens, but not to us: with TLS or without, or to HTTP.
         """
         try:
-            if grant.returns is not None:
-                self._features = self._features or self.control.info().features
-                if "returns" not in self._features:  # of an earlier version: it refuses the field
-                    grant = replace(grant, returns=None)
+            self._features = self._features or self.control.info().features
+            if "returns" not in self._features:  # of an earlier version: it refuses the field
+                grant = replace(grant, returns=None)
+            if "fleets" not in self._features:
+                grant = replace(grant, fleet=0)
             if "kv" in self.client.features:  # it has been called
                 grant = replace(grant, kv=True)
             standing = self.control.serve(grant)

@@ -35,10 +35,12 @@ class Members(dict[str, Member]):
 
     def is_last_holder(self, name: str, within: float, now: float) -> bool:
         """Whether one that leaves holds what is live, and of those that stay none does that was
-        heard of in so many seconds: one that is silent may have ended.
+        heard of in so many seconds: one that is silent may have ended, as may this one.
         """
         member = self.get(name)
-        if member is None or not member.holds:
+        if member is None or not member.holds or member.gone:
+            return False
+        if not member.answers(2 * within, now):
             return False
         staying = [m for m in self.values() if not m.leaves]
         return bool(staying) and not any(m.holds and m.answers(within, now) for m in staying)

@@ -43,6 +43,7 @@ class Record:
             self._add_column("before", "0")
             self._add_column("adapters", "[]")
             self._add_column("adapters_before", "[]")
+            self._add_column("fleet", str(_new().fleet))
             row = self._row()
             found = _new() if row is None else _read(row, path)
             self.earlier = found.lease
@@ -122,15 +123,15 @@ def _values(promise: Promise) -> list[str]:
 
 
 def _new() -> Promise:
-    return Promise(fence=0, epoch=secrets.randbits(48), version=0, digest=0)
+    epoch, fleet = secrets.randbits(48), secrets.randbits(48)
+    return Promise(fence=0, epoch=epoch, version=0, digest=0, fleet=fleet)
 
 
 def _read(row: tuple[str, ...], path: Path) -> Promise:
     plain = dict(zip(asdict(_new()), row, strict=True))
     try:
-        numbers = {
-            name: int(plain[name]) for name in ("fence", "epoch", "version", "digest", "before")
-        }
+        whole = ("fence", "epoch", "version", "digest", "before", "fleet")
+        numbers = {name: int(plain[name]) for name in whole}
         return Promise(
             **numbers,
             update_id=plain["update_id"],

@@ -20,12 +20,18 @@ log = logging.getLogger(__name__)
 AGAIN_AFTER, AGAIN_AT_MOST = 1.0, 30.0  # seconds until one is started again
 LASTED = 60.0  # seconds after which one that ends has not failed to start
 END_WAIT = 20.0  # seconds in which threads end that have nothing to wait for
+DRAIN = 60.0  # seconds for what runs where there are to be fewer
+OF_NOTICE = 5.0  # seconds of one's notice for its end itself
+_NAMED = "replica-"
+LONGEST = 3600.0  # seconds for which one that leaves is waited for
 SAYS = 30.0  # seconds between lines of the log on what has not started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """``notice``: seconds that are left to it, where its end is announced; None: it has ended."""
+    """``notice``: seconds that are left to it, where its end is announced (``inf``: nobody has said
+    how many); None: it has ended.
+    """
 
     why: str
     notice: float | None = None
@@ -128,7 +134,8 @@ class Replicas:
 
     def scale(self, count: int) -> None:
         """Have ``count`` of them, which takes its time: new ones get the live weights from another
-        before they serve, and of those that are too many the last leave the fleet and end.
+        before they serve, and of those that are too many the last leave the fleet and end: first
+        those that serve nobody yet.
         """
         if not self.least <= count <= self.most:
             raise ConfigError(
@@ -138,10 +145,24 @@ class Replicas:
         with self._changed:
             while len(self._wanted) < count:
                 self._add()
+            serving = {link.name for link in self._fleet.serving()}
             while len(self._wanted) > count:
                 # Who does not run yet gives up nothing.
-                names = sorted(self._wanted, key=lambda n: (n in self._ready, -_number(n)))
-                self._spare(names[0], End(why="there are fewer replicas now", notice=0.0))
+                order = {n: (n in self._ready, n in serving, -_number(n)) for n in self._wanted}
+                fewer = End(why="there are fewer replicas now", notice=DRAIN)
+                self._spare(min(order, key=order.__getitem__), fewer)
+
+    def replace(self, name: str, notice: float) -> bool:
+        """Have another in the place of ``name``, which leaves within ``notice`` seconds, and ends:
+        returns when it has. False: ``name`` is none of these.
+        """
+        with self._changed:
+            if name not in self._wanted:
+                return False
+            self._add()
+            leaving = self._spare(name, End(why="it was let go", notice=notice + OF_NOTICE))
+        leaving.join(LONGEST)
+        return True
 
     def whys(self) -> str:
         """What keeps those that are not ready."""
@@ -173,21 +194,28 @@ class Replicas:
 
     # ---- helpers ----
 
+    @property
+    def _needed(self) -> int:
+        return min(self._enough, self.count)  # there may be fewer by now
+
     def _is_decided(self) -> bool:
-        return self._closing or self._failure is not None or len(self._ready) >= self._enough
+        ready = len(self._ready) >= self._needed
+        return self._closing or self._failure is not None or ready
 
     def _few(self) -> str:
-        return f"{len(self._ready)} of {self.count} replicas are ready, {self._enough} are needed"
+        return f"{len(self._ready)} of {self.count} replicas are ready, {self._needed} are needed"
 
     def _add(self) -> None:
-        name = f"replica-{next(self._numbers)}"
+        name = f"{_NAMED}{next(self._numbers)}"
         self._wanted[name] = self._thread(name, lambda: self._keep(name))
 
-    def _spare(self, name: str, end: End) -> None:
-        """``name`` is wanted no more, and ends when it has left the fleet."""
+    def _spare(self, name: str, end: End) -> threading.Thread:
+        """``name`` is wanted no more, and ends when it has left the fleet; whoever sees to it."""
         self._ended = [thread for thread in self._ended if thread.is_alive()]
-        self._ended += [self._wanted.pop(name), self._thread(name, lambda: self._let_go(name, end))]
+        leaving = self._thread(name, lambda: self._let_go(name, end))
+        self._ended += [self._wanted.pop(name), leaving]
         self._changed.notify_all()
+        return leaving
 
     def _thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name=f"rollout-{name}", daemon=True)
@@ -240,7 +268,7 @@ class Replicas:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is started again
             end = End(why=str(error) or type(error).__name__)
             with self._changed:
-                if self._starting and self._failure is None:
+                if self._starting and self._failure is None and not self._is_over(name):
                     self._failure = error
                     self._changed.notify_all()
         finally:
@@ -260,12 +288,22 @@ class Replicas:
                     self._fleet.died(name, why)
 
     def _let_go(self, name: str, end: End) -> None:
-        """Out of the fleet, and then ended."""
+        """Out of the fleet, once what runs there has ended and others serve what is live, and then
+        ended.
+        """
         with self._changed:
             replica = self._running.get(name)
+            was_ready = name in self._ready
             self._ready.discard(name)
-        with suppress(RolloutError):  # it was no member yet
-            self._fleet.remove(name)
+        if was_ready:
+            until = time.monotonic() + min(max((end.notice or 0.0) - OF_NOTICE, 0.0), LONGEST)
+
+            def may_leave() -> bool:
+                return self._closing or any(link.name != name for link in self._fleet.serving())
+
+            with suppress(RolloutError):  # the fleet was closed
+                self._fleet.wait(may_leave, until - time.monotonic())
+                self._fleet.leave(name, max(until - time.monotonic(), 0.0))
         self._gone(name, replica, end.why)
 
 
@@ -277,5 +315,10 @@ def describe(replicas: Replicas) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def is_name(name: str) -> bool:
+    """Whether a replica has it, or may have."""
+    return name.startswith(_NAMED) and name[len(_NAMED) :].isdecimal()
+
+
 def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
+    return int(name[len(_NAMED) :])

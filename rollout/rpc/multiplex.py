@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from rollout.errors import RequestAborted, RolloutError, TransferFailed, from_wire
+from rollout.errors import EngineClosed, RolloutError, TransferFailed, from_wire
 from rollout.generation import RequestOutput
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import output_from_proto
@@ -59,12 +59,20 @@ class _Stream:
         lost: Callable[[Any], RolloutError],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.loop, self.is_over = loop, False
+        self.loop, self._closed = loop, False
         self._lost = lost
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
-        self.reading = loop.create_task(self._read(open(self._sent())))
+        self._call = open(self._sent())
+        self.reading = loop.create_task(self._read())
+        # Not within ``_read``: a task that is cancelled before it has begun never gets there.
+        self.reading.add_done_callback(self._ended)
+
+    @property
+    def is_over(self) -> bool:
+        """It takes no calls any more."""
+        return self._closed or self.reading.done()
 
     def begin(self, request: Mapping[str, Any]) -> tuple[int, _Call]:
         number, call = next(self._numbers), _Call()
@@ -77,36 +85,36 @@ class _Stream:
         if self._calls.pop(number, None) is not None:
             self._commands.put_nowait(pb.MultiplexRequest(call=number, cancel=pb.Done()))
         if not self._calls and not self.is_over:
-            self.is_over = True
+            self._closed = True
             self._commands.put_nowait(None)
 
-    async def _read(self, call: Any) -> None:
-        problem = None
-        try:
-            async for message in call:
-                for one in message.outputs:
-                    if (reader := self._calls.get(one.call)) is not None:
-                        reader.put(one.index, output_from_proto(one.output), one.added)
-                if message.HasField("grown"):
-                    for number, index, row in grown_rows(message.grown):
-                        if (reader := self._calls.get(number)) is not None:
-                            reader.grow(index, row)
-                for end in message.ended:
-                    if (reader := self._calls.pop(end.call, None)) is not None:
-                        reader.end(from_wire(json.loads(end.error)) if end.error else None)
-        except Exception as error:  # noqa: BLE001 - raised where the outputs are read
-            problem = error
-        finally:
-            self.is_over = True
-            call.cancel()
-            for reader in self._calls.values():
-                reader.end(self._error(problem))
-            self._calls.clear()
+    async def _read(self) -> None:
+        async for message in self._call:
+            for one in message.outputs:
+                if (reader := self._calls.get(one.call)) is not None:
+                    reader.put(one.index, output_from_proto(one.output), one.added)
+            if message.HasField("grown"):
+                for number, index, row in grown_rows(message.grown):
+                    if (reader := self._calls.get(number)) is not None:
+                        reader.grow(index, row)
+            for end in message.ended:
+                if (reader := self._calls.pop(end.call, None)) is not None:
+                    reader.end(from_wire(json.loads(end.error)) if end.error else None)
+
+    def _ended(self, reading: asyncio.Task[None]) -> None:
+        """The calls that run end, too: what went wrong is raised where they are read."""
+        found = None if reading.cancelled() else reading.exception()
+        problem = found if isinstance(found, Exception) else None
+        self._closed = True
+        self._call.cancel()
+        for reader in self._calls.values():
+            reader.end(self._error(problem))
+        self._calls.clear()
 
     def _error(self, problem: Exception | None) -> Exception:
         """One for each reader: tracebacks grow where it is raised."""
         if not isinstance(problem, grpc.RpcError):
-            return problem or RequestAborted("the connection was closed while the call ran")
+            return problem or EngineClosed("the connection was closed while the call ran")
         error = self._lost(problem)
         error.__cause__ = problem
         return error

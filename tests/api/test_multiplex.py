@@ -14,6 +14,8 @@ from rollout.generation import SamplingParams, VersionSpan
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import params_to_proto, prompt_to_proto
 from rollout.rpc.growth import Cumulative, GrownRows, added, grown_rows
+from rollout.rpc.multiplex import Multiplex
+from rollout.server.grpc.multiplex import MESSAGE, Multiplexed
 
 ASKED = (
     {"max_tokens": 24, "temperature": 0.0},
@@ -126,6 +128,52 @@ def test_a_connection_that_breaks_ends_all_its_calls_and_the_next_is_another(eng
     assert all(isinstance(each, EngineClosed | list) for each in ended)
     assert any(isinstance(each, EngineClosed) for each in ended)
     eventually(lambda: engine.metrics().running == 0, 20)
+
+
+def test_a_stream_that_is_closed_before_it_was_read_ends_its_calls_and_takes_no_more():
+    async def course():
+        opened = []
+
+        class Opened:
+            def __init__(self, sent):
+                self.cancelled = False
+                opened.append(self)
+
+            def cancel(self):
+                self.cancelled = True
+
+            async def __aiter__(self):
+                await asyncio.Event().wait()
+                yield
+
+        async def first(shared):
+            async for _ in shared.outputs(cancel=pb.Done()):
+                pass
+
+        shared = Multiplex(Opened, lambda error: error)
+        for count in (1, 2):
+            call = asyncio.create_task(first(shared))
+            closing = asyncio.create_task(shared.close())  # in the tick that begins the call
+            with pytest.raises(EngineClosed, match="connection was closed"):
+                await call
+            await closing
+            assert [one.cancelled for one in opened] == [True] * count
+
+    asyncio.run(asyncio.wait_for(course(), 30))
+
+
+def test_nothing_is_kept_of_a_call_that_is_cancelled_between_two_messages(engine):
+    output = engine.generate([[1, 2, 3]], {"max_tokens": 1})[0]
+    large = replace(output, prompt="x" * MESSAGE)
+    shared = Multiplexed({})
+    shared._calls = {1: None, 2: None}
+    shared._newest = {(1, 0): large, (2, 0): large}
+    messages = shared._messages()
+    assert [one.call for one in next(messages).outputs] == [1]
+    del shared._calls[2]
+    shared._forget(2)
+    assert list(messages) == []
+    assert list(shared._sent) == [1]
 
 
 def test_what_outputs_add_makes_them_again(engine):

@@ -89,6 +89,15 @@ def test_a_fleet_has_engines_that_run_or_starts_them_on_ray(run: Run, tiny: Path
     refused(run(*ray, *FREE_PORTS, *CPU), "a fleet on Ray")
 
 
+def test_replicas_that_could_not_do_as_asked_are_refused(run: Run, tiny: Path) -> None:
+    serve = ("serve", tiny, *FREE_PORTS, *CPU)
+    below = ("--replicas", 3, "--quorum", 2, "--min-replicas", 1)
+    refused(run(*serve, *below), "--min-replicas 1 is below --quorum 2")
+    refused(run(*serve, "--min-replicas", 2), "1 replicas, between 2 and 1")
+    follow = ("--follow", tiny, "--weight-dir", tiny, "--max-replicas", 2)
+    refused(run(*serve, *follow), "--follow goes with one engine")
+
+
 def test_no_message_offers_what_was_given() -> None:
     """Every flag of every command and every spelling of others, at every command."""
     parser = make_parser()

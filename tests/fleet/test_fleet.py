@@ -25,6 +25,8 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.record import Record
 from rollout.weight_sync.protocol.membership import Grant
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
@@ -338,6 +340,27 @@ def test_when_its_coordinator_is_gone_a_fleet_stops_and_another_takes_it_over(
         )
     finally:
         front.close()
+
+
+def test_an_engine_is_a_member_of_one_fleet_at_a_time(engines, tmp_path):
+    Record(tmp_path / "first", LEASE).close()  # so that the first one's fence is the higher
+    first = Front(tmp_path / "first", engines[:1])
+    second = Fleet(Record(tmp_path / "second", LEASE), lease=LEASE)
+    address = engines[0].address
+    try:
+        assert first.rollout.generate([[1, 2]], GREEDY)[0].finished
+        with pytest.raises(ConfigError, match=r"another fleet.*DELETE /fleet/members"):
+            second.add(address, ask=True)
+        second.add(address)
+        eventually(lambda: "member of another fleet" in second.whys())
+        assert first.rollout.generate([[1, 2]], GREEDY)[0].finished
+        # Each fleet counts its coordinators by itself: none is stale because of the other's.
+        first.close()
+        second.wait_serving(1, 60)
+        assert second.promise.fence < 2
+    finally:
+        second.close()
+        first.close()
 
 
 def test_a_request_waits_for_the_version_that_it_asks_for(front, engines, trained, oracle):

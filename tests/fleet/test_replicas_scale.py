@@ -1,16 +1,21 @@
 """Engines that a front starts: how many there are, and what becomes of those that end."""
 
+import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from fleet_front import ENGINE, LEASE
 from shared_engines import eventually
 
-from rollout import Rollout
+from rollout import AsyncRollout, Rollout
 from rollout.errors import ConfigError, DeadlineExceeded, WorkerDied
+from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.record import Record
 from rollout.fleet.replicas import End, Replicas
+from rollout.server.http.app import build_app
 
 
 class Engine:
@@ -119,3 +124,87 @@ def test_too_little_room_is_said_at_the_deadline(fleet, checkpoint):
 def test_a_failure_at_the_start_is_its_own_error(fleet, tmp_path):
     with pytest.raises(ConfigError, match="no directory here and no hub id"):
         Replicas(fleet, Here(str(tmp_path / "none")), 1).start()
+
+
+def test_what_is_live_outlasts_the_one_engine_that_has_it(fleet, checkpoint, trained):
+    here = Here(checkpoint)
+    replicas = Replicas(fleet, here, 1, most=2)
+    with Rollout.over(lambda: AsyncRollout.over(FleetBackend(fleet, replicas=replicas))) as front:
+        try:
+            live = front.update_weights(trained)
+            # Its successor loads the checkpoint first: until it has the copy, nobody else does.
+            here.launched["replica-0"].tell(End(why="its node is about to leave", notice=120.0))
+            eventually(lambda: [row["name"] for row in fleet.members()] == ["replica-1"], 60)
+            assert names(fleet) == ["replica-1"]
+            assert (fleet.epoch, fleet.version) == (live.epoch, live.version)
+            # So it is with fewer of them, whoever is the one that goes.
+            replicas.scale(2)
+            eventually(lambda: "replica-2" in [row["name"] for row in fleet.members()], 60)
+            fleet.leave("replica-1", 0.0)
+            assert names(fleet) == ["replica-2"]
+            assert (fleet.epoch, fleet.version) == (live.epoch, live.version)
+            assert front.check_weights(trained).equal
+        finally:
+            replicas.close()
+
+
+def test_a_fleet_that_starts_may_be_told_that_fewer_will_do(fleet, checkpoint):
+    replicas = Replicas(fleet, Here(checkpoint, room=1), 2)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            starting = pool.submit(replicas.start)
+            eventually(lambda: replicas.starting() == {"replica-1": "it waits for room"}, 30)
+            replicas.scale(1)
+            starting.result(60)
+        eventually(lambda: names(fleet) == ["replica-0"])
+    finally:
+        replicas.close()
+
+
+def test_over_http_replicas_scale_and_one_that_is_let_go_is_replaced(fleet, checkpoint):
+    replicas = Replicas(fleet, Here(checkpoint), 1, most=2)
+
+    async def until(http, expected):
+        while True:
+            rows = (await http.get("/fleet/members")).json()["members"]
+            if {row["name"] for row in rows if row["status"] == "serving"} == expected:
+                return
+            await asyncio.sleep(0.02)
+
+    async def course():
+        # What waits for a member has threads of its own.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        rollout = AsyncRollout.over(FleetBackend(fleet, replicas=replicas))
+        try:
+            await rollout.start()
+            transport = httpx.ASGITransport(build_app(rollout))
+            async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
+                reply = await http.post("/fleet/replicas", json={"count": 2})
+                assert reply.json()["count"] == 2
+                await until(http, {"replica-0", "replica-1"})
+                longest = rollout.stream([1, 2], {"max_tokens": 250, "ignore_eos": True})
+                await anext(longest)
+                [busy] = [link.name for link in fleet.links() if link.calls]
+                query = {"name": busy, "notice": 30}
+                leaving = asyncio.create_task(http.delete("/fleet/members", params=query))
+                while next(row for row in fleet.members() if row["name"] == busy)["why"] == "":
+                    await asyncio.sleep(0.01)
+                assert (await http.get("/weight_info")).status_code == 200
+                assert not leaving.done()
+                await longest.aclose()
+                assert (await leaving).status_code == 200
+                await until(http, {"replica-0", "replica-1", "replica-2"} - {busy})
+                assert (await http.get("/fleet/replicas")).json()["count"] == 2
+                body = {"address": "127.0.0.1:1", "name": "replica-7"}
+                reply = await http.post("/fleet/members", json=body)
+                assert reply.status_code == 400
+                assert "a name of engines that this front starts" in reply.text
+                reply = await http.post("/fleet/replicas", json={"count": 3})
+                assert "may have 1 to 2" in reply.text
+        finally:
+            await rollout.shutdown()
+
+    try:
+        asyncio.run(asyncio.wait_for(course(), 120))
+    finally:
+        replicas.close()

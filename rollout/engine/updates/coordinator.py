@@ -72,7 +72,8 @@ class Coordinator:
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._committed: dict[int, float] = {}  # version -> when, by time.monotonic()
         self.can_roll_back = self.models_changed = False  # by the last commit
-        self.fence = 0  # the highest epoch of a deciding coordinator that was seen
+        self.fence = 0  # the highest epoch of a deciding coordinator that was seen, of one fleet
+        self._fleet = 0
         # What the ranks voted to hold, by tensor, of the version before the live one.
         self.held_before: dict[str, int] | None = None
         self.merged: tuple[str, ...] = ()  # see ``WeightInfo``; and of the version before
@@ -179,13 +180,22 @@ class Coordinator:
             self.fence = max(self.fence, decision.fence or 0)
             return prepared.decided(decision)
 
-    def see_fence(self, fence: int) -> None:
-        """Note a coordinator's epoch; ``VersionConflict`` if a later one was seen."""
+    def see_fence(self, fence: int, fleet: int = 0) -> None:
+        """Note the epoch of a coordinator, and of which fleet it is; ``VersionConflict`` if a later
+        one of that fleet was seen.
+        """
         with self._deciding:
-            self._check_fence(fence)
-            self.fence = fence
+            self._check_fence(fence, fleet)
+            self.fence, self._fleet = fence, fleet or self._fleet
 
-    def _check_fence(self, fence: int) -> None:
+    def check_fence(self, fence: int, fleet: int) -> None:
+        """As ``see_fence``, and nothing is noted."""
+        with self._deciding:
+            self._check_fence(fence, fleet)
+
+    def _check_fence(self, fence: int, fleet: int = 0) -> None:
+        if fleet and self._fleet and fleet != self._fleet:
+            return  # each fleet counts its own
         if fence < self.fence:
             raise VersionConflict(
                 f"fencing epoch {fence} is stale: this engine has seen {self.fence}"

@@ -95,6 +95,8 @@ class Multiplexed:
         ended, self._ended = self._ended, {}
         part, grown, size = [], GrownRows(), 0
         for (number, index), output in newest.items():
+            if number not in self._calls and number not in ended:
+                continue  # cancelled while a message before this one was read
             rows = self._sent.setdefault(number, {})
             before, rows[index] = rows.get(index), output
             if before is not None and self._reads_grown:

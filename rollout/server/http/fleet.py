@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout.errors import ConfigError
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.replicas import Replicas, describe
+from rollout.fleet.replicas import Replicas, describe, is_name
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 
@@ -43,6 +43,10 @@ async def members(rollout: Engine) -> dict[str, Any]:
 async def add_member(rollout: Engine, body: MemberBody) -> dict[str, Any]:
     """It gets the live weights from another member, and then requests; it may come up later."""
     fleet = _fleet(rollout)
+    if body.name is not None and _started(rollout) is not None and is_name(body.name):
+        raise ConfigError(
+            f"{body.name!r} is a name of engines that this front starts itself: give another"
+        )
     name = await asyncio.to_thread(
         lambda: fleet.add(
             body.address, body.token, body.name, tls_server_name=body.tls_server_name, ask=True
@@ -56,10 +60,15 @@ async def remove_member(
     rollout: Engine, name: str, notice: Annotated[float, Query(ge=0, le=MAX_NOTICE)] = 0.0
 ) -> dict[str, Any]:
     """No request goes there any more; those under way have ``notice`` seconds to end, and go on
-    elsewhere then.
+    elsewhere then. In the place of one that the front has started it starts another.
     """
-    fleet = _fleet(rollout)
-    await asyncio.to_thread(fleet.leave, name, notice)
+    fleet, started = _fleet(rollout), _started(rollout)
+
+    def leave() -> None:
+        if started is None or not started.replace(name, notice):
+            fleet.leave(name, notice)
+
+    await rollout.threads.run(leave)
     return {"name": name, "members": fleet.members()}
 
 
@@ -86,13 +95,17 @@ async def scale(rollout: Engine, body: ReplicasBody) -> dict[str, Any]:
 
 
 def _replicas(rollout: Engine) -> Replicas:
-    backend = rollout.backend
-    if not isinstance(backend, FleetBackend) or backend.replicas is None:
+    if (found := _started(rollout)) is None:
         raise ConfigError(
             "this front starts no engines: `rollout serve MODEL --replicas N` and `rollout fleet "
             "MODEL --ray` do; others are added with POST /fleet/members"
         )
-    return backend.replicas
+    return found
+
+
+def _started(rollout: Engine) -> Replicas | None:
+    backend = rollout.backend
+    return backend.replicas if isinstance(backend, FleetBackend) else None
 
 
 def _fleet(rollout: Engine) -> Fleet:

@@ -25,7 +25,8 @@ class Grant:
     seen. ``serial`` grows from grant to grant of one fence: one that was overtaken changes nothing.
     ``epoch``: which life of the engine is meant. None changes nothing and asks where the member
     stands. ``returns``: the fleet has not begun; an engine that served alone before does so again
-    once its clock says this. ``kv``: its standing is to say how full its KV cache is.
+    once its clock says this. ``kv``: its standing is to say how full its KV cache is. ``fleet``:
+    whose grant it is; a member that serves under another fleet's refuses it.
     """
 
     fence: Count
@@ -34,6 +35,7 @@ class Grant:
     until: Seconds | None = 0.0
     returns: Seconds | None = field(default=None, metadata=ADDED)
     kv: bool = field(default=False, metadata=ADDED)
+    fleet: Digest = field(default=0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
