@@ -20,9 +20,13 @@ from rollout.weights import Box, TensorMeta
 from rollout.weights.files.safetensors_files import SafetensorsFiles
 from rollout.weights.files.shards import Shards
 
+_OPEN = 2  # files at a time: what belongs together may lie on either side of a shard's end
+
 
 class FastFiles:
-    """Headers are checked on construction, as always; one file at a time is in memory."""
+    """Headers are checked on construction, as always; the two files that were asked for last are in
+    memory.
+    """
 
     def __init__(self, shards: Shards) -> None:
         try:
@@ -33,32 +37,33 @@ class FastFiles:
                 "fastsafetensors, or use load_format='safetensors'"
             ) from error
         self._headers = SafetensorsFiles(shards, mapped=False)
-        self._open: tuple[Path, Any] | None = None
+        self._open: dict[Path, Any] = {}  # the one that was asked for last comes last
 
     def metadata(self) -> Mapping[str, TensorMeta]:
         return self._headers.metadata()
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A view of what is on the device until the next file is asked for."""
+        """A copy on the device: whoever has one may read on, which may close the file of this."""
         whole: Tensor = self._file(self._headers.path_of(name)).get_tensor(name)
-        return whole[box.slices]
+        return whole[box.slices].clone()
 
     def close(self) -> None:
         """Idempotent."""
         self._headers.close()
-        self._end()
+        while self._open:
+            self._end_oldest()
 
     def _file(self, path: Path) -> Any:
-        if self._open is None or self._open[0] != path:
-            self._end()
+        held = self._open.pop(path, None)
+        if held is None:
+            if len(self._open) == _OPEN:
+                self._end_oldest()
             device, cuda = "cpu", torch.cuda  # whose functions have no types
             if cuda.is_available() and cuda.is_initialized():  # type: ignore[no-untyped-call]
                 device = f"cuda:{cuda.current_device()}"  # a rank's own
-            opened = self._package.fastsafe_open([str(path)], nogds=True, device=device)
-            self._open = path, opened
-        return self._open[1]
+            held = self._package.fastsafe_open([str(path)], nogds=True, device=device)
+        self._open[path] = held
+        return held
 
-    def _end(self) -> None:
-        held, self._open = self._open, None
-        if held is not None:
-            held[1].__exit__(None, None, None)
+    def _end_oldest(self) -> None:
+        self._open.pop(next(iter(self._open))).__exit__(None, None, None)

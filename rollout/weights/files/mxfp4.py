@@ -52,7 +52,8 @@ class Mxfp4Files:
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     """Codes [..., G, 16] uint8 and scales [..., G] uint8 -> values [..., 32 G] bfloat16, exact."""
-    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=torch.bfloat16)
+    signed = (*_VALUES, *(-value for value in _VALUES))
+    values = torch.tensor(signed, dtype=torch.bfloat16, device=blocks.device)
     pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).int()  # [..., G, 32]
     powers = scales.int()[..., None] - BIAS
     return torch.ldexp(values[pairs], powers).to(torch.bfloat16).flatten(-2)

@@ -91,12 +91,15 @@ class PackedIntFiles:
         if linear is None:
             return self._files.read(name, box)
         within = Box(box.starts[::-1], box.stops[::-1]) if linear.turned else box
-        out = torch.empty(within.shape)
+        out: Tensor | None = None  # where what is read lies
         (first, left), (last, right) = within.starts, within.stops
         step = max(1, _BAND // max(1, right - left) // _WORD) * _WORD
         for at in range(first // step * step, last, step):
             band = Box((max(at, first), left), (min(at + step, last), right))
-            out[band.starts[0] - first : band.stops[0] - first] = self._values(linear, band)
+            values = self._values(linear, band)
+            out = values.new_empty(within.shape) if out is None else out
+            out[band.starts[0] - first : band.stops[0] - first] = values
+        out = torch.empty(within.shape) if out is None else out
         return out.T if linear.turned else out
 
     def close(self) -> None:
@@ -106,14 +109,14 @@ class PackedIntFiles:
         """Of a box in the file's own coordinates, in float32."""
         along = 0 if linear.turned else 1  # the axis of inputs, whose groups share a scale
         start, stop = box.starts[along], box.stops[along]
+        codes = self._codes(linear.codes, box)
         if linear.order is None:
-            groups = torch.arange(start, stop) // linear.group
+            groups = torch.arange(start, stop, device=codes.device) // linear.group
         else:
             groups = self._files.read(linear.order, Box((start,), (stop,))).long()
         low, high = int(groups.min()), int(groups.max()) + 1
         cut = Box(*(_with(at, along, n) for at, n in ((box.starts, low), (box.stops, high))))
         scales = self._files.read(linear.scales, cut).float()
-        codes = self._codes(linear.codes, box)
         if linear.zeros is None:
             centred = codes - (1 << linear.codes.bits - 1)
         else:
@@ -133,8 +136,8 @@ class PackedIntFiles:
         first, last = start // per, -(-stop // per)
         cut = Box(_with(box.starts, axis, first), _with(box.stops, axis, last))
         words = self._files.read(codes.name, cut).unsqueeze(axis + 1)
-        places = torch.tensor(codes.places, dtype=torch.int32) * codes.bits
-        shifts = places.view(-1, *(1,) * (1 - axis))
+        shifts = torch.tensor(codes.places, dtype=torch.int32, device=words.device) * codes.bits
+        shifts = shifts.view(-1, *(1,) * (1 - axis))
         found = (words >> shifts & (1 << codes.bits) - 1).flatten(axis, axis + 1)
         return found.narrow(axis, start - first * per, stop - start)
 
