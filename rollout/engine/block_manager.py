@@ -138,30 +138,24 @@ class BlockManager:
     def find(self, seq: Sequence) -> PrefixHit:
         """The cached blocks of the longest known prefix; tokens are compared after each hit."""
         hits: list[int] = []
-        digests: list[bytes] = []
-        parent = self._root_of(seq)
-        if not parent or seq.block_table:
+        parent = root = self._root_of(seq)
+        if not root or seq.block_table:
             return PrefixHit(hits)
-        size = self.block_size
-        for start in range(0, seq.cacheable - size + 1, size):
-            tokens = seq.cache_ids(start, start + size)
-            digest = chained(parent, tokens)
+        missing = b""
+        for index in range(seq.cacheable // self.block_size):
+            digest = self._digest(seq, root, index)
             block_id = self._by_hash.get(digest)
             if block_id is None:
-                return self._hit(hits, digests, digest)
-            block = self._blocks[block_id]
-            if block.tokens != tokens or block.parent != parent:
+                missing = digest
+                break
+            if not self._holds(block_id, seq, index, parent):
                 break
             hits.append(block_id)
-            digests.append(digest)
             parent = digest
-        return self._hit(hits, digests)
-
-    def _hit(self, blocks: list[int], digests: list[bytes], missing: bytes = b"") -> PrefixHit:
         if self.states is None:
-            return PrefixHit(blocks, missing)
-        count, snapshot = self.states.nearest(digests)
-        return PrefixHit(blocks[:count], missing, snapshot, len(blocks))
+            return PrefixHit(hits, missing)
+        count, snapshot = self.states.nearest(seq.digests[: len(hits)])
+        return PrefixHit(hits[:count], missing, snapshot, len(hits))
 
     def admit(self, seq: Sequence, found: PrefixHit, margin: int = 0) -> bool:
         """Give ``seq`` blocks for all its known tokens, reusing cached ones, or change nothing.
@@ -345,6 +339,24 @@ class BlockManager:
         if roots is None or not (self.prefix_caching and seq.shares_kv):
             return b""
         return roots.of(seq.adapter_name)
+
+    def _digest(self, seq: Sequence, root: bytes, index: int) -> bytes:
+        """Of block ``index`` in the chain of its tokens from ``root``; hashed once, however often
+        it is looked up while it waits.
+        """
+        if seq.digests_root != root:
+            seq.digests_root, seq.digests = root, []
+        known, size = seq.digests, self.block_size
+        for start in range(len(known) * size, (index + 1) * size, size):
+            tokens = seq.cache_ids(start, start + size)
+            known.append(chained(known[-1] if known else root, tokens))
+        return known[index]
+
+    def _holds(self, block_id: int, seq: Sequence, index: int, parent: bytes) -> bool:
+        """Whether a block found by its hash is block ``index`` of ``seq``, behind ``parent``."""
+        block, start = self._blocks[block_id], index * self.block_size
+        tokens = seq.cache_ids(start, start + self.block_size)
+        return block.tokens == tokens and block.parent == parent
 
     def _allocate(self) -> int:
         block_id, _ = self._free.popitem(last=False)

@@ -52,29 +52,24 @@ class GroupedBlockManager(BlockManager):
             self._kinds.setdefault((group.window, group.chunk), []).append(index)
 
     def find(self, seq: Request) -> PrefixHit:
-        parent = self._root_of(seq)
-        if not parent or seq.block_table:
+        parent = root = self._root_of(seq)
+        if not root or seq.block_table:
             return PrefixHit([])
-        size, missing = self.block_size, b""
-        digests: list[bytes] = []
+        most = seq.cacheable // self.block_size
         known: list[list[int]] = [[] for _ in self.groups]  # -1: not there
-        for start in range(0, seq.cacheable - size + 1, size):
-            tokens = seq.cache_ids(start, start + size)
-            digest = chained(parent, tokens)
-            found = [self._block_of(digest, i, parent, tokens) for i in range(len(self.groups))]
+        for index in range(most):
+            digest = self._digest(seq, root, index)
+            found = [self._block_of(digest, i, seq, index, parent) for i in range(len(self.groups))]
             if -1 in found[self._forgetful :]:
-                missing = digest
                 break
             for blocks, block in zip(known, found, strict=True):
                 blocks.append(block)
-            digests.append(digest)
             parent = digest
         count = self._longest(known)
-        gone = self._gone_at(count * size)
+        gone = self._gone_at(count * self.block_size)
         tables = [[0] * n + blocks[n:count] for n, blocks in zip(gone, known, strict=True)]
-        if count < len(digests):
-            missing = digests[count]
-        digest = digests[count - 1] if count else b""
+        missing = self._digest(seq, root, count) if count < most else b""
+        digest = self._digest(seq, root, count - 1) if count else b""
         return PrefixHit(tables[0], missing, None, 0, tuple(tables), tuple(gone), digest)
 
     def admit(self, seq: Request, found: PrefixHit, margin: int = 0) -> bool:
@@ -232,14 +227,11 @@ class GroupedBlockManager(BlockManager):
                 return count
         return 0
 
-    def _block_of(self, digest: bytes, group: int, parent: bytes, tokens: tuple[int, ...]) -> int:
-        """-1 where there is none of these."""
+    def _block_of(self, digest: bytes, group: int, seq: Request, index: int, parent: bytes) -> int:
+        """Block ``index`` of a sequence, of a group; -1 where it is not there."""
         block_id = self._by_hash.get(_address(digest, group), -1)
-        if block_id >= 0:
-            block = self._blocks[block_id]
-            if block.tokens != tokens or block.parent != parent:
-                return -1
-        return block_id
+        found = block_id >= 0 and self._holds(block_id, seq, index, parent)
+        return block_id if found else -1
 
     def _extend(self, tables: Iterable[list[int]], counts: Iterable[int]) -> None:
         for table, count in zip(tables, counts, strict=True):

@@ -132,9 +132,12 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
     _check_asked(config, blocks, ranks)
     groups, size = reported_groups(ranks[0]), config.block_size
     need = blocks_of_sequence(groups, wanted, config.max_num_batched_tokens, size)
-    if config.num_kv_blocks is None and config.kv_cache_bytes is None:
-        blocks = min(blocks, need * config.max_num_seqs)
+    enough = need * config.max_num_seqs  # more are never in use
     block_bytes = max(int(reply["kv_block_bytes"]) for reply in ranks)
+    if config.num_kv_blocks is None and not block_bytes:
+        blocks = enough  # they take no memory, and no bytes that were asked for say how many
+    elif config.num_kv_blocks is None and config.kv_cache_bytes is None:
+        blocks = min(blocks, enough)
     if blocks < need:
         most = _most_tokens(config, groups, blocks, wanted)
         if config.max_model_len is not None or most < 1:

@@ -83,6 +83,10 @@ class Sequence:
     gone: list[int] = field(default_factory=list)
     hashed_blocks: int = 0  # how many leading blocks are in the hash chain
     chain_hash: bytes = b""
+    digests_root: bytes = (
+        b""  # what ``digests``, of the first full blocks of its tokens, start from
+    )
+    digests: list[bytes] = field(default_factory=list)
     state_slot: int = -1
     held_state: Snapshot | None = None
     restoring: Snapshot | None = None

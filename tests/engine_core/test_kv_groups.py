@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from engine_core.bench import Bench
 from engine_core.harness import Start, commit, held, request, run
-from engine_core.toy_model import VOCAB, ToyExecutor
+from engine_core.toy_model import VOCAB, WHOLE, ToyExecutor
 
 from rollout.config import EngineConfig
+from rollout.engine.block_manager import chained
 from rollout.engine.memory_plan import size_kv
 from rollout.errors import ConfigError
 from rollout.models.kv_groups import KVGroup
@@ -174,3 +175,41 @@ def test_sizes_follow_what_a_sequence_holds() -> None:
     alone = {**reply, "kv_groups": [[5, 256, 0]]}
     config = EngineConfig(model="m", staging="none", num_kv_blocks=73)
     assert size_kv(config, 1 << 20, [alone]).max_model_len == 1 << 20
+
+
+def test_blocks_that_take_no_memory_are_as_many_as_can_be_in_use() -> None:
+    """Of a model of recurrent states alone, whatever bytes were asked for."""
+    reply = {
+        "device": "cpu", "weight_bytes": 0, "free_bytes": 1 << 34, "kv_block_bytes": 0,
+        "state_slot_bytes": 1 << 10,
+    }  # fmt: skip
+    for asked in ({}, {"kv_cache_bytes": 1 << 30}, {"kv_cache_bytes": 1}):
+        config = EngineConfig(model="m", staging="none", block_size=32, max_num_seqs=4, **asked)
+        assert size_kv(config, 4096, [reply]).num_blocks == 4 * 4096 // 32
+
+
+@pytest.mark.parametrize("groups", [(SLIDING,), TWO, WHOLE], ids=["sliding", "two", "whole"])
+def test_a_sequence_that_waits_is_hashed_once(groups: tuple[KVGroup, ...], monkeypatch) -> None:
+    """However often its prefix is looked up: anew where the cache starts anew, else what is new."""
+    bench, hashed = Bench(num_blocks=60, budget=64, groups=groups), list[tuple[int, ...]]()
+    bench.submit(prompt(61), 1)
+    bench.run()
+    [seq] = bench.submit(prompt(61), 1)
+
+    def counted(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+        hashed.append(tokens)
+        return chained(parent, tokens)
+
+    for module in ("block_manager", "grouped_blocks"):
+        monkeypatch.setattr(f"rollout.engine.{module}.chained", counted)
+    found = bench.blocks.find(seq)
+    assert len(found.blocks) == len(hashed) == 15
+    assert bench.blocks.find(seq) == found
+    assert len(hashed) == 15
+    for token in range(5):
+        seq.append(token, 0, 0.0, 0.0, 0.0)
+    assert bench.blocks.find(seq).blocks == found.blocks
+    assert len(hashed) == 16
+    bench.commit()
+    assert bench.blocks.find(seq).blocks == []
+    assert len(hashed) == 16 + (16 if groups == (SLIDING,) else 1)
