@@ -70,7 +70,14 @@ def fetch_modelscope(model: str, revision: str | None, kinds: Iterable[FileKind 
 class _File:
     name: str
     size: int
-    sha256: str
+    sha256: str  # "" where the listing has none
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it lies there, whole, and not of another upload."""
+        if not path.is_file() or path.stat().st_size != self.size:
+            return False
+        with path.open("rb") as held:
+            return not self.sha256 or hashlib.file_digest(held, "sha256").hexdigest() == self.sha256
 
 
 class _Repository:
@@ -96,7 +103,7 @@ class _Repository:
     def fetch(self, file: _File, into: Path) -> None:
         """Write it, once it is whole and what its checksum says."""
         target = into / file.name
-        if target.is_file() and target.stat().st_size == file.size:
+        if file.is_at(target):
             return
         half = into / f"{file.name}.{os.getpid()}.part"  # several ranks may do so at once
         query = urlencode({"Revision": self._revision, "FilePath": file.name})

@@ -112,6 +112,24 @@ def test_a_model_of_modelscope_is_fetched_once_by_revision_and_served(hub, tmp_p
         assert r.check_weights(weights(tmp_path / "v2")).equal
 
 
+def test_a_download_that_is_taken_up_again_keeps_no_file_of_an_earlier_upload(hub, tmp_path):
+    """Of the same size; what has not changed is not fetched again."""
+    hub.damaged.add("tokenizer.json")  # which comes behind the weights
+    with pytest.raises(ConfigError, match="came damaged"):
+        resolve_model("modelscope://some-org/tiny")
+    assert "model.safetensors" in hub.requests
+    held = (tmp_path / "master" / "model.safetensors").stat().st_size
+    write_tiny(tmp_path / "master", "qwen3", seed=5, tokenizer=True)
+    assert (tmp_path / "master" / "model.safetensors").stat().st_size == held
+    hub.damaged.clear()
+    hub.requests.clear()
+    found = resolve_model("modelscope://some-org/tiny")
+    wanted = weights(tmp_path / "master")
+    assert all(torch.equal(value, wanted[name]) for name, value in weights(found).items())
+    assert "model.safetensors" in hub.requests
+    assert "config.json" not in hub.requests
+
+
 def test_what_modelscope_does_not_have_or_send_whole_is_named(hub, monkeypatch, tmp_path):
     for model, revision, match in (
         ("modelscope://some-org/other", None, r"some-org/other \(revision master\).*404"),
