@@ -17,7 +17,7 @@ from rollout.api.running_calls import RunningCalls
 from rollout.api.send_live import send_live
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
-from rollout.engine.executors import Executor, gather_replies
+from rollout.engine.executors import Executor
 from rollout.engine.facts import layer_settings
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
@@ -370,8 +370,8 @@ class EmbeddedBackend:
         self, method: str, args: list[Any], kwargs: dict[str, Any], timeout: float
     ) -> list[Any]:
         call = {"method": method, "args": args, "kwargs": kwargs}
-        replies = self.core.call("collective_rpc", call)
-        return [reply["result"] for reply, _ in gather_replies(replies, method, timeout)]
+        replies = self.core.call_between_steps("collective_rpc", call, method, timeout)
+        return [reply["result"] for reply, _ in replies]
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return self.coordinator.receipts

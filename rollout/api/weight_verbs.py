@@ -219,9 +219,10 @@ class WeightVerbs:
         """Run ``method`` of ``worker_extension_cls`` on every rank; what each returned, by rank.
 
         Arguments and results are what JSON holds: the ranks may be other processes, also on other
-        hosts. It runs between two steps, so that generation waits. ``InvalidRequest`` where there
-        is no such method, ``EngineError`` where it raises, ``DeadlineExceeded`` naming the ranks
-        that were not done within ``timeout`` (they go on). Embedded engines only.
+        hosts. It runs between two steps, so that generation waits until it has ended on all ranks.
+        ``InvalidRequest`` where there is no such method, ``EngineError`` where it raises,
+        ``DeadlineExceeded`` naming the ranks that were not done within ``timeout`` (they go on,
+        and generation waits for them). Embedded engines only.
         """
         if not isinstance(method, str):
             raise InvalidRequest(

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,12 @@ from rollout.engine.adapter_places import AdapterPlaces, Move
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.call_admission import CallAdmission
 from rollout.engine.control import ASLEEP, Control
-from rollout.engine.executors import Executor, gather_replies, make_executor
+from rollout.engine.executors import (
+    Executor,
+    gather_replies,
+    make_executor,
+    replies_by_now,
+)
 from rollout.engine.facts import engine_facts
 from rollout.engine.grouped_blocks import make_block_manager
 from rollout.engine.images.encoder_cache import EncoderCache
@@ -49,6 +54,7 @@ from rollout.engine.version_switch import VersionSwitch
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.errors import (
     ConfigError,
+    DeadlineExceeded,
     EngineBroken,
     EngineClosed,
     InvalidRequest,
@@ -239,8 +245,7 @@ class EngineCore:
             )
         save = f"{self.epoch}:{self.base_version}:{secrets.token_hex(8)}"
         args = {"directory": str(directory.absolute()), "save": save}
-        saving = self.call("save_shard", args)
-        replies = gather_replies(saving, "save_shard", timeout, to_the_end=True)
+        replies = self.call_between_steps("save_shard", args, "save_shard", timeout)
         copy_side_files(Path(self._directory), directory)
         return int(replies[0][0]["version"])
 
@@ -359,6 +364,31 @@ class EngineCore:
         if self._closed or self._executor is None:
             raise EngineClosed("the engine is closed")
         return self._executor.call(method, args, tensors)
+
+    def call_between_steps(
+        self, method: str, args: Mapping[str, Any], phase: str, timeout: float
+    ) -> list[Reply]:
+        """A call that may take longer than a step may: every rank's reply, by rank.
+
+        Until all have replied no step begins, nor anything else that waits for a step boundary:
+        behind this call on the ranks its own deadline would pass. ``timeout`` seconds end the
+        caller's wait alone; ``DeadlineExceeded`` names the ranks that are silent, and the
+        ``phase``.
+        """
+        asked: list[Future[Reply]] = []
+
+        def boundary() -> None:
+            asked.extend(self.call(method, args))
+            wait(asked)  # until the ranks have replied or end
+
+        ended = self.at_step_boundary(boundary)
+        wait((ended,), timeout)
+        if ended.cancel():
+            raise DeadlineExceeded(f"no step boundary came within {timeout:g} s (phase: {phase})")
+        if ended.done():
+            ended.result()
+        # An executor may run a call in the thread that asks, which has no reply to wait for yet.
+        return replies_by_now(asked or [Future() for _ in self.rank_info], phase, timeout)
 
     def room(self, nbytes: int) -> Tensor | None:
         """Memory from which a call's tensor reaches the ranks without a copy, if there is any."""

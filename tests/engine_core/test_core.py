@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -531,6 +532,57 @@ def test_a_commit_that_fails_in_the_engine_leaves_its_version_and_its_cache(star
     assert again.num_cached_tokens > 0
     commit(core, 1)
     assert run(core, request(max_tokens=2))["a"].num_cached_tokens == 0
+
+
+class LongCalls(ToyExecutor):
+    """Ranks that are at a ``collective_rpc`` until its ``replies`` are there."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.replies: list[Future[Any]] = []
+        self.asked, self.queued_behind = threading.Event(), threading.Event()
+
+    def call(self, method: str, args: Any, tensors: Any = None) -> list[Future[Any]]:
+        if method == "collective_rpc":
+            self.replies = [Future() for _ in range(self.size)]
+            self.asked.set()
+            return self.replies
+        if method == "step" and not all(reply.done() for reply in self.replies):
+            self.queued_behind.set()
+        return super().call(method, args, tensors)
+
+    def close(self) -> None:
+        for reply in self.replies:
+            if not reply.done():
+                reply.set_exception(EngineClosed("the ranks have ended"))
+        super().close()
+
+
+def test_no_step_begins_behind_a_call_that_ranks_are_still_at(start: Start) -> None:
+    """Nor once its caller has given up: the step's own deadline would pass meanwhile."""
+    ranks = LongCalls(2)
+    ranks.halt_at = 5
+    core, sink = start(ranks), Sink()
+    core.submit([request(max_tokens=100)], sink, stream=True)
+    deadline = time.monotonic() + 10
+    while ranks.begun < 6:  # which stands still
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(core.call_between_steps, "collective_rpc", {}, "nap", 1.5)
+        assert not ranks.asked.wait(0.1), "within a step"
+        ranks.gate.set()
+        assert ranks.asked.wait(10)
+        ranks.replies[1].set_result(({}, {}))
+        with pytest.raises(DeadlineExceeded, match=r"rank 0 did not answer .* 1.5 s \(phase: nap"):
+            asked.result(10)
+    assert not ranks.queued_behind.wait(0.2)
+    with pytest.raises(DeadlineExceeded, match=r"no step boundary came .*phase: another"):
+        core.call_between_steps("collective_rpc", {}, "another", 0.1)
+    ranks.replies[0].set_result(({}, {}))
+    assert len(sink.results()["a"].outputs[0].token_ids) == 100
+    assert not ranks.queued_behind.is_set()
+    assert core.state == "running"
 
 
 def test_a_rank_that_hangs_in_a_step_is_noticed_within_the_timeout(start: Start) -> None:

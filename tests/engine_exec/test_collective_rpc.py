@@ -58,7 +58,7 @@ def test_mistakes_are_named_and_the_engine_goes_on(two):
     with pytest.raises(InvalidRequest, match="takes a method's name, got function"):
         two.collective_rpc(lambda rank: rank)
     with pytest.raises(DeadlineExceeded, match=r"rank 0, 1 did not answer .*phase: sleep"):
-        two.collective_rpc("sleep", args=[0.5], timeout=0.05)
+        two.collective_rpc("sleep", args=[2], timeout=0.5)
     assert two.collective_rpc("fail_on", args=[2]) == [0, 1]
     assert two.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids == before
 
@@ -112,6 +112,10 @@ async def test_over_http_it_is_the_servers_own_class_or_nothing(tiny):
         assert (info["max_parallel_loading_workers"], info["placement_group"]) == (1, None)
         status, found, _ = await asked(rollout, "echo", timeout=-1)
         assert (status, "timeout must be" in found["error"]["message"]) == (400, True)
+        with pytest.raises(
+            DeadlineExceeded, match=r"rank 0 did not answer within 0.5 s \(phase: sl"
+        ):
+            await rollout.collective_rpc("sleep", args=[2], timeout=0.5)  # a rank of this process
         status, found, _ = await asked(rollout, "reset_prefix_cache")
         assert (status, found) == (200, {"results": [None]})
     async with AsyncRollout(str(tiny[0]), device="cpu") as rollout:

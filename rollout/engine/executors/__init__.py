@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, CancelledError, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -80,19 +80,22 @@ def settled(futures: Sequence[Future[Reply]], timeout: float) -> bool:
     return all(future.done() for future in futures)
 
 
-def gather_replies(
-    futures: Sequence[Future[Reply]], phase: str, timeout: float, *, to_the_end: bool = False
-) -> list[Reply]:
-    """Every rank's answer, by rank; a rank's error wins over another rank's silence, at once, or
-    ``to_the_end``: when no rank is at work any more.
+def gather_replies(futures: Sequence[Future[Reply]], phase: str, timeout: float) -> list[Reply]:
+    """Every rank's answer, by rank; a rank's error wins over another rank's silence, at once.
 
     ``DeadlineExceeded`` names the ranks that are silent, and the ``phase``.
     """
-    done, _ = wait(futures, timeout, ALL_COMPLETED if to_the_end else FIRST_EXCEPTION)
-    for future in futures:
-        if future in done and (error := future.exception()) is not None:
+    wait(futures, timeout, FIRST_EXCEPTION)
+    return replies_by_now(futures, phase, timeout)
+
+
+def replies_by_now(futures: Sequence[Future[Reply]], phase: str, timeout: float) -> list[Reply]:
+    """As ``gather_replies``, once ``timeout`` seconds have been waited."""
+    done = [future.done() for future in futures]
+    for future, ended in zip(futures, done, strict=True):
+        if ended and (error := future.exception()) is not None:
             raise error
-    silent = [rank for rank, future in enumerate(futures) if future not in done]
+    silent = [rank for rank, ended in enumerate(done) if not ended]
     if silent:
         raise DeadlineExceeded(
             f"rank {', '.join(map(str, silent))} did not answer within {timeout:g} s "
