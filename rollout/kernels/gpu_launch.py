@@ -140,3 +140,30 @@ def multiply(a, b, total, ieee: tl.constexpr):
     if ieee or INTERPRETED:
         return tl.dot(a, b, total, input_precision="ieee")
     return tl.dot(a, b, total)
+
+
+@triton.jit
+def sequence_of(tile, query_starts, sequences, queries: tl.constexpr):
+    """The last sequence whose first tile is not behind ``tile``.
+
+    With one query per tile, a tile is a row; else sequence s begins at tile
+    ``query_starts[s] // queries + s``, which leaves room for its last, partial tile.
+    """
+    low = sequences * 0
+    high = sequences - 1
+    if queries == 1:
+        # In a batch of decodes row s is sequence s.
+        guess = tl.minimum(tile, high)
+        if (tl.load(query_starts + guess) <= tile) & (tl.load(query_starts + guess + 1) > tile):
+            low = guess
+            high = guess
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin = tl.load(query_starts + middle)
+        if queries > 1:
+            begin = begin // queries + middle
+        if begin <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low

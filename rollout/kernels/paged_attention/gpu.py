@@ -23,6 +23,7 @@ from rollout.kernels.gpu_launch import (
     multiply,
     narrow,
     power_of_2,
+    sequence_of,
 )
 from rollout.kernels.gpu_support import multiprocessors
 from rollout.kernels.paged_attention import has_few_queries
@@ -239,7 +240,7 @@ def _attend(
 ):
     await_kernel_before(OVERLAP)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    sequence = _sequence_of(tile, query_starts, sequences, QUERIES)
+    sequence = sequence_of(tile, query_starts, sequences, QUERIES)
     start = tl.load(query_starts + sequence)
     stop = tl.load(query_starts + sequence + 1)
     context = tl.load(context_lens + sequence)
@@ -327,33 +328,6 @@ def _bend(scores, cap):
 
 
 @triton.jit
-def _sequence_of(tile, query_starts, sequences, QUERIES: tl.constexpr):
-    """The last sequence whose first tile is not behind ``tile``.
-
-    With one query per tile, a tile is a row; else sequence s begins at tile
-    ``query_starts[s] // QUERIES + s``, which leaves room for its last, partial tile.
-    """
-    low = sequences * 0
-    high = sequences - 1
-    if QUERIES == 1:
-        # In a batch of decodes row s is sequence s.
-        guess = tl.minimum(tile, high)
-        if (tl.load(query_starts + guess) <= tile) & (tl.load(query_starts + guess + 1) > tile):
-            low = guess
-            high = guess
-    while low < high:
-        middle = (low + high + 1) // 2
-        begin = tl.load(query_starts + middle)
-        if QUERIES > 1:
-            begin = begin // QUERIES + middle
-        if begin <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
 def _add(
     parts,
     weights,
@@ -366,8 +340,8 @@ def _add(
     SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    await_kernel_before(OVERLAP)
     """Sum of the splits' results, each by the mass of its keys."""
+    await_kernel_before(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = tl.num_programs(1)
     split, column = tl.arange(0, N), tl.arange(0, BLOCK_D)

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.gpu_launch import FLOATS, launch, multiply, power_of_2
-from rollout.kernels.paged_attention.gpu import _sequence_of
+from rollout.kernels.gpu_launch import FLOATS, launch, multiply, power_of_2, sequence_of
 from rollout.kernels.select_tokens import STEP_SCORES, highest
 from rollout.kernels.select_tokens import select_tokens as op
 
@@ -85,7 +84,7 @@ def _score(
     IEEE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    sequence = _sequence_of(tl.program_id(0) + first, query_starts, sequences, 1)
+    sequence = sequence_of(tl.program_id(0) + first, query_starts, sequences, 1)
     context = tl.load(context_lens + sequence)
     begin = tl.program_id(1) * KEYS
     if begin < context:  # what lies behind is hidden, and never read
