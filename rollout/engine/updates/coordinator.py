@@ -263,7 +263,7 @@ class Coordinator:
 
     def pin_terms(self, request: UpdateRequest) -> PinTerms | None:
         """Of requests that it pins; None if two versions cannot run at a time."""
-        staging = self.served.staging if request.staging == "auto" else request.staging
+        staging = self._staging(request)
         if staging == "none" or (staging == "host" and self.served.device != "cpu"):
             return None
         seconds = request.pin_timeout or request.timeout
@@ -272,12 +272,15 @@ class Coordinator:
     def _check_pin(self, request: UpdateRequest) -> None:
         """Raise ``ConfigError`` if two versions cannot run at a time."""
         if self.pin_terms(request) is None:
-            staging = self.served.staging if request.staging == "auto" else request.staging
             raise ConfigError(
-                f'in_flight="pin" runs two versions at a time, and staging={staging!r} leaves no '
+                'in_flight="pin" runs two versions at a time, and '
+                f"staging={self._staging(request)!r} leaves no "
                 'second instance on the device: use staging="device" (memory for it is set aside '
                 'when the engine starts with it), or in_flight="keep", "recompute" or "wait"'
             )
+
+    def _staging(self, request: UpdateRequest) -> str:
+        return self.served.staging if request.staging == "auto" else request.staging
 
     def staging_begins(self, request: UpdateRequest) -> None:
         """Ranks are about to overwrite their shadow, or (staging "none") what is live."""
