@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -12,9 +11,8 @@ from torch import Tensor
 from rollout.engine.sampling.fused_sampler import row_numbers
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import uniforms
+from rollout.engine.worker.input_memory import InputMemory
 from rollout.models.forward import ForwardBatch
-
-_cuda: Any = torch.cuda  # parts of it have no types
 
 
 def is_decode(batch: ForwardBatch) -> bool:
@@ -29,39 +27,21 @@ def is_decode(batch: ForwardBatch) -> bool:
 
 
 class DecodeInputs:
-    """The inputs of decode steps at fixed addresses, and a copy of them in pinned host memory.
+    """The inputs of decode steps, settings of the sampler included, in an ``InputMemory``.
 
-    One transfer moves what is short, settings of the sampler included, a second the rows of the
-    block tables in use. Padding rows have no slot, so they write nothing, and read the first
-    position of block 0; what they draw is the likeliest. Of several ``groups`` each has slots and
-    block tables of its own.
+    Padding rows have no slot, so they write nothing, and read the first position of block 0; what
+    they draw is the likeliest. Of several ``groups`` each has slots and block tables of its own.
     """
 
     def __init__(self, rows: int, max_blocks: int, device: torch.device, groups: int = 1) -> None:
         self.rows, self.max_blocks, self.groups = rows, max_blocks, groups
-        on_card = device.type == "cuda"
-        words = sum(_words(rows, self.groups))
-        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=on_card)
-        self._device = torch.zeros(words, dtype=torch.int64, device=device)
-        shape = (rows, max_blocks) if groups < 2 else (groups, rows, max_blocks)
-        self._host_tables = torch.zeros(shape, dtype=torch.int32, pin_memory=on_card)
-        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._memory = InputMemory(sum(_words(rows, groups)), rows, max_blocks, device, groups)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(rows, device=device)
-        self._copied: Any = _cuda.Event() if on_card else None
-        # A copy for each group: the rows of all do not lie behind one another.
-        several = groups > 1
-        self._tables_of_groups = [
-            *zip(
-                self._host_tables if several else (self._host_tables,),
-                self._tables if several else (self._tables,),
-                strict=True,
-            )
-        ]
-        self._columns: list[NDArray[Any]] = [each.numpy() for each in self._views(self._host)]
-        self._block_rows: NDArray[np.int32] = self._host_tables.numpy()
+        host = self._memory.host
+        self._columns: list[NDArray[Any]] = [each.numpy() for each in self._views(host)]
         self._clear(0, rows)
-        self._device.copy_(self._host)
+        self._memory.device.copy_(host)
 
     def fits(self, batch: ForwardBatch) -> bool:
         count, width = batch.block_tables.shape[-2:]
@@ -78,8 +58,7 @@ class DecodeInputs:
         ``sampling``: of its rows, which all draw; None: the settings on the device stay as they
         are.
         """
-        if self._copied is not None:
-            self._copied.synchronize()  # the transfer of the step before
+        self._memory.await_move()
         count, width = batch.block_tables.shape[-2:]
         ids, positions, slots, lengths, top_k, draws, numbers = self._columns
         here = batch.input_ids.device.type == "cpu"
@@ -89,29 +68,23 @@ class DecodeInputs:
         lengths[:count] = batch.context_lens.numpy()
         moved = _words(self.rows, self.groups)[0]
         if sampling is not None:
-            moved = len(self._host)
+            moved = len(self._memory.host)
             top_k[:count], numbers[:count] = sampling.top_k, row_numbers(sampling)
             draws[:count] = uniforms(sampling.seeds, sampling.counters)
         self._clear(count, size)
-        self._block_rows[..., :count, :width] = batch.block_tables.numpy()
-        self._device[:moved].copy_(self._host[:moved], non_blocking=True)
-        if not here:
-            self._device[:count] = batch.input_ids
-        for here, there in self._tables_of_groups:
-            there[:count].copy_(here[:count], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(_cuda.current_stream(self._device.device))
+        self._memory.block_rows[..., :count, :width] = batch.block_tables.numpy()
+        self._memory.move(moved, count, batch.input_ids)
 
     def batch(self, size: int) -> ForwardBatch:
         """The first ``size`` rows, on the device."""
-        ids, positions, slots, lengths, *_ = self._views(self._device)
+        ids, positions, slots, lengths, *_ = self._views(self._memory.device)
         return ForwardBatch(
             input_ids=ids[:size],
             positions=positions[:size],
             slot_mapping=slots[..., :size],
             query_starts=self._starts[: size + 1],
             context_lens=lengths[:size],
-            block_tables=self._tables[..., :size, :],
+            block_tables=self._memory.tables[..., :size, :],
             logit_rows=self._logit_rows[:size],
         )
 
@@ -119,7 +92,7 @@ class DecodeInputs:
         """Numbers, top_k and draws of the first ``size`` rows, on the device, as ``sample`` takes
         them.
         """
-        *_, top_k, draws, numbers = self._views(self._device)
+        *_, top_k, draws, numbers = self._views(self._memory.device)
         return numbers[:size], top_k[:size], draws[:size]
 
     def _clear(self, start: int, stop: int) -> None:
@@ -127,7 +100,7 @@ class DecodeInputs:
         for column in (ids, positions, top_k, draws, numbers):
             column[start:stop] = 0
         slots[..., start:stop], lengths[start:stop] = -1, 1
-        self._block_rows[..., start:stop, :1] = 0
+        self._memory.block_rows[..., start:stop, :1] = 0
 
     def _views(self, words: Tensor) -> list[Tensor]:
         """ids, positions, slots and lengths; top_k, draws and numbers."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.worker.input_memory import InputMemory
 from rollout.kernels.paged_attention import has_few_queries
 from rollout.models.forward import ForwardBatch
 
-_cuda: Any = torch.cuda  # parts of it have no types
 _SMALLEST = 16  # tokens of the smallest size
 _MEMORY_BOUND = 128  # tokens up to which a step costs about what reading the weights does
 _ROWS = 3  # a token may be drawn behind, scored, and bring its hidden state
@@ -52,12 +51,11 @@ def prefill_shapes(most: int, max_num_seqs: int) -> tuple[PrefillShape, ...]:
 
 
 class PrefillInputs:
-    """The inputs of a step at fixed addresses, and a copy of them in pinned host memory.
+    """The inputs of a step, in an ``InputMemory``.
 
-    One transfer moves what is short, a second the rows of the block tables in use. Padding tokens
-    belong to no sequence: they have no slot, so they write nothing, and attend to nothing. Padding
-    sequences have no tokens. Of several ``groups`` of layers each has slots and block tables of its
-    own: both have one more dimension in front.
+    Padding tokens belong to no sequence: they have no slot, so they write nothing, and attend to
+    nothing. Padding sequences have no tokens. Of several ``groups`` of layers each has slots and
+    block tables of its own: both have one more dimension in front.
     """
 
     def __init__(
@@ -70,24 +68,13 @@ class PrefillInputs:
     ) -> None:
         self.tokens, self.sequences, self.max_blocks = tokens, sequences, max_blocks
         self._groups = (groups,) if groups > 1 else ()
-        on_card = device.type == "cuda"
         self._words = [tokens, tokens, groups * tokens, _ROWS * tokens, sequences + 1]
-        words = sum(self._words)
-        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=on_card)
-        self._device = torch.zeros(words, dtype=torch.int64, device=device)
-        shape = (*self._groups, sequences, max_blocks)
-        self._host_tables = torch.zeros(shape, dtype=torch.int32, pin_memory=on_card)
-        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
-        # A copy for each group: the rows of all do not lie behind one another.
-        self._tables_of_groups = [
-            *zip(*(x.view(-1, *shape[-2:]) for x in (self._tables, self._host_tables)), strict=True)
-        ]
+        self._memory = InputMemory(sum(self._words), sequences, max_blocks, device, groups)
         self._every = torch.arange(tokens, device=device)
-        self._copied: Any = _cuda.Event() if on_card else None
-        self._columns: list[NDArray[Any]] = [each.numpy() for each in self._views(self._host)]
-        self._block_rows: NDArray[np.int32] = self._host_tables.numpy()
+        host = self._memory.host
+        self._columns: list[NDArray[Any]] = [each.numpy() for each in self._views(host)]
         self._columns[2][...] = -1
-        self._device.copy_(self._host)
+        self._memory.device.copy_(host)
 
     def shape_of(self, batch: ForwardBatch) -> tuple[int, bool] | None:
         """Tokens of a batch (CPU), and whether it has few a sequence; None: it does not fit."""
@@ -107,8 +94,7 @@ class PrefillInputs:
         Its ``input_ids`` may be on the device already. Returns its ``logit_rows`` on the device,
         valid until the next call.
         """
-        if self._copied is not None:
-            self._copied.synchronize()  # the transfer of the step before
+        self._memory.await_move()
         *_, count, width = batch.block_tables.shape
         tokens, wanted = len(batch.input_ids), len(batch.logit_rows)
         ids, positions, slots, rows, starts, lengths = self._columns
@@ -123,26 +109,20 @@ class PrefillInputs:
         slots[..., tokens : shape.tokens] = -1
         starts[count + 1 : shape.sequences + 1] = tokens
         lengths[count : shape.sequences] = 0
-        self._block_rows[..., :count, :width] = batch.block_tables.numpy()
-        self._device.copy_(self._host, non_blocking=True)
-        if not here:
-            self._device[:tokens] = batch.input_ids
-        for there, rows_here in self._tables_of_groups:
-            there[:count].copy_(rows_here[:count], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(_cuda.current_stream(self._device.device))
-        return self._views(self._device)[3][:wanted]
+        self._memory.block_rows[..., :count, :width] = batch.block_tables.numpy()
+        self._memory.move(sum(self._words), count, batch.input_ids)
+        return self._views(self._memory.device)[3][:wanted]
 
     def batch(self, shape: PrefillShape) -> ForwardBatch:
         """The inputs of that shape, on the device; ``logit_rows`` are all of its tokens."""
-        ids, positions, slots, _, starts, lengths = self._views(self._device)
+        ids, positions, slots, _, starts, lengths = self._views(self._memory.device)
         return ForwardBatch(
             input_ids=ids[: shape.tokens],
             positions=positions[: shape.tokens],
             slot_mapping=slots[..., : shape.tokens],
             query_starts=starts[: shape.sequences + 1],
             context_lens=lengths[: shape.sequences],
-            block_tables=self._tables[..., : shape.sequences, :],
+            block_tables=self._memory.tables[..., : shape.sequences, :],
             logit_rows=self._every[: shape.tokens],
         )
 
