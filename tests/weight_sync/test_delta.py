@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_ranks import Engine, same
 from tiny_models import write_tiny
+from tiny_vision import write_vision
 from trainer import BUCKET, DEADLINE, Trainer, fresh, nudged
 
 from rollout.errors import (
@@ -351,10 +352,19 @@ def test_finding_and_packing_changes_takes_no_python_loop() -> None:
     assert found.nbytes <= 0.02 * new.nbytes
 
 
-@pytest.mark.parametrize("arch", ["qwen3_next", "granite_hybrid", "kimi_linear", "deepseek_v3"])
-def test_deltas_of_states_and_latents_end_like_a_fresh_start(tmp_path, arch) -> None:
+# Norms that are added to one, of layers, of heads; fused files; states, beside attention, too; a
+# bias on the choice of experts; latents with an index; a tower.
+KINDS = (
+    *("gemma", "cohere", "glm", "phi3", "qwen3_next", "qwen3_5", "granite_hybrid", "nemotron_h"),
+    *("falcon_h1", "kimi_linear", "minimax_m2", "deepseek_v3", "deepseek_v32", "qwen3_vl"),
+)
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_deltas_of_every_kind_end_like_a_fresh_start(tmp_path, arch) -> None:
     """What is derived from weights, as decays and absorbed projections, is derived anew."""
-    model = write_tiny(tmp_path, arch)
+    write = write_vision if arch == "qwen3_vl" else write_tiny
+    model = write(tmp_path, arch)
     config = ModelConfig.from_directory(tmp_path)
     weights = [dict(model.state_dict())]
     weights += [nudged(weights[0], 0.002, seed) for seed in (1, 2)]
