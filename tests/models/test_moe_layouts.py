@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_threads import Session, loaded, run_ranks
 from safetensors.torch import load_file
-from tiny_models import write_tiny
+from tiny_models import MIXTURES, write_tiny
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -125,6 +125,25 @@ def test_every_layout_gives_one_digest_and_the_same_bits(moe, size, expert_paral
                 model.named_parameters(), first.named_parameters(), strict=True
             ):
                 assert torch.equal(a, b), f"{layout}: {name}"
+
+
+@pytest.mark.parametrize("arch", [name for name in MIXTURES if name not in ARCHITECTURES])
+def test_files_in_the_names_of_transformers_memory_give_the_same_bits(tmp_path, arch):
+    """Of every other mixture, as ``save_pretrained(save_original_format=False)`` writes them."""
+    model = write_tiny(tmp_path / "files", arch)
+    write_tiny(tmp_path / "memory", arch, original_format=False)
+    config = ModelConfig.from_directory(tmp_path / "files")
+    assert set(load_file(tmp_path / "memory" / "model.safetensors")) == set(model.state_dict())
+    for rank, size, split in ((0, 1, False), (1, 2, False), (1, 2, True)):
+        made = []
+        for files in ("files", "memory"):
+            built = build_model(
+                config, TensorParallel(rank, size), torch.float32, "cpu", expert_parallel=split
+            )
+            with open_checkpoint(str(tmp_path / files)) as checkpoint:
+                built.load_weights(checkpoint.items())
+            made.append(built.storages())
+        assert all(torch.equal(made[0][name], storage) for name, storage in made[1].items())
 
 
 @pytest.mark.parametrize(("size", "expert_parallel"), PLACES)
