@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import write_tiny
+from tiny_models import randomize, write_tiny
 
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.cli.main import main
 from rollout.errors import ConfigError
 from rollout.models.config import ModelConfig
+from rollout.models.module_map import ModuleMap, replace_modules
 from rollout.server.preflight import check
 
 CPU = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32, "dtype": "float32"}
@@ -234,6 +235,58 @@ def test_a_class_with_another_signature_is_told_what_it_should_have(tmp_path):
     patch.write_text("MODULE_MAP = {'transformers.models.llama.modeling_llama.LlamaMLP': 'a:B'}")
     with pytest.raises(ConfigError, match="LlamaForCausalLM runs natively"):
         Rollout(str(tmp_path / "llama"), module_map=str(patch), **CPU)
+
+
+SQUARED = """
+import torch
+from transformers.models.phi.modeling_phi import PhiMLP
+
+
+class SquaredMLP(PhiMLP):
+    def forward(self, x):
+        return self.fc2(torch.relu(self.fc1(x)).square())
+
+
+MODULE_MAP = {"transformers.models.phi.modeling_phi.PhiMLP": SquaredMLP}
+"""
+
+
+def test_a_module_that_a_map_puts_in_the_place_of_another_computes_what_it_computes(tmp_path):
+    """Before and after an update: transformers' own model with the same patch."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = PhiConfig(**sizes, num_attention_heads=4, max_position_embeddings=64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = PhiForCausalLM(config)
+        randomize(model)
+    model.eval().save_pretrained(tmp_path / "phi")
+    (tmp_path / "squared.py").write_text(SQUARED)
+    module_map, prompt = str(tmp_path / "squared.py"), [1, 2, 3, 4, 5]
+    with Rollout(str(tmp_path / "phi"), module_map=module_map, **CPU) as r:
+        started = r.generate(prompt, GREEDY)[0].outputs[0]
+        r.update_weights((name, 0.9 * value) for name, value in model.state_dict().items())
+        updated = r.generate(prompt, GREEDY)[0].outputs[0]
+
+    def logprobs(given):
+        ids = torch.tensor([[*prompt, *given.token_ids]])
+        with torch.no_grad():
+            rows = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return rows.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+    plain = logprobs(started)
+    replace_modules(model, ModuleMap.read(module_map).modules)
+    torch.testing.assert_close(
+        torch.tensor(started.logprobs.raw), logprobs(started), atol=1e-4, rtol=0
+    )
+    assert (plain - logprobs(started)).abs().max() > 0.1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    torch.testing.assert_close(
+        torch.tensor(updated.logprobs.raw), logprobs(updated), atol=1e-4, rtol=0
+    )
 
 
 def test_importing_what_serves_initialises_no_gpu():
