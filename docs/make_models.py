@@ -46,6 +46,15 @@ policy": a trainer may run the engine's ops, and has its logprobs [bit for bit](
 """
 MIDDLE = """\
 
+**Positions by length.** Of Phi-3 and Phi-4 with 128k tokens, and Phi-3.5-MoE (rope of the kind
+`longrope`), transformers turns a sequence by one set of factors up to
+`original_max_position_embeddings` tokens, by another beyond, and keys that it cached before stay as
+they were. Here the choice is made once, by `max_model_len`, so that every cached key stays true:
+above the original length the long factors serve every sequence, also a short one, whose logprobs
+then are not transformers'. Longer ones have the logprobs that one pass of transformers over the
+whole sequence gives. `max_model_len` at the original length or below it serves the short ones as
+transformers does. `rollout check` says where this applies.
+
 ## By transformers
 
 Any other causal model of the installed transformers runs as its own modules: with our pages,

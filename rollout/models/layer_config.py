@@ -45,6 +45,15 @@ class RopeConfig:
     scaling: Mapping[str, Any] = field(default_factory=dict)
     axes: tuple[int, ...] = ()
 
+    def differs_up_to(self, max_len: int) -> int:
+        """The length in tokens up to which transformers turns a sequence by other frequencies than
+        an engine that admits ``max_len`` tokens, which chooses once (``layers/rotary.py``); else 0.
+        """
+        if self.kind != "longrope":  # "dynamic" acts beyond what any engine admits
+            return 0
+        original = int(self.scaling["original_max_position_embeddings"])
+        return original if max_len > original else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryGrowth:

@@ -33,7 +33,7 @@ from rollout.wire.frames import dtype_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
     """What a model is on any machine; sizes are bytes of one rank (the largest), ``rank_bytes`` of
-    each. ``held``: how linears are."""
+    each. ``held``: how linears are; ``positions``: where they are not transformers', else empty."""
 
     architecture: str
     served: str
@@ -45,6 +45,7 @@ class Examined:
     files: str
     held: str
     tokenizer: str
+    positions: str
     rank_bytes: tuple[int, ...]
     tables: tuple[WeightTable, ...]
 
@@ -72,6 +73,7 @@ class Examined:
             + ", ".join(f"rank {n}: {mib(size)}" for n, size in enumerate(self.rank_bytes)),
             f"checkpoint     {self.num_tensors} tensors, {self.files}",
             f"tokenizer      {self.tokenizer}",
+            *([f"positions      {self.positions}"] if self.positions else []),
         ]
 
 
@@ -164,6 +166,7 @@ def _examined(
         held=_held(config.quantization, model.quantization, dtype_name(dtype)),
         tokenizer=_tokenizer(found.load_tokenizer(config)),
         kv_bytes_per_token=kv.token_bytes,
+        positions=_positions(model, config.max_model_len or model.max_position_embeddings),
         files="made up" if dummy else "names and shapes as the tables want them",
     )
 
@@ -172,6 +175,18 @@ def _tokenizer(found: Tokenizer | None) -> str:
     if found is None:
         return "none: requests bring token ids"
     return f"{len(found)} tokens, {'with' if found.chat_template else 'without'} a chat template"
+
+
+def _positions(model: ModelConfig, longest: int) -> str:
+    """What is to be known of rope that transformers chooses by a sequence's length."""
+    short = max((layer.rope.differs_up_to(longest) for layer in model.layers), default=0)
+    if not short:
+        return ""
+    return (
+        f"longrope: the long factors for every sequence, as max_model_len is {longest}; "
+        f"transformers has the short ones up to {short} tokens (--max-model-len {short} serves "
+        "those as it does)"
+    )
 
 
 def _sparse_layers(model: ModelConfig) -> int:

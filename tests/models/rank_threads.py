@@ -44,6 +44,7 @@ def loaded(
     expert_parallel: bool = False,
     deterministic: bool = False,
     quantization: str = "none",
+    max_model_len: int | None = None,
 ) -> Model:
     """A model of this rank with ``weights`` loaded."""
     model = build_model(
@@ -52,6 +53,7 @@ def loaded(
         dtype,
         "cpu",
         layout,
+        max_model_len=max_model_len,
         expert_parallel=expert_parallel,
         deterministic=deterministic,
         quantization=quantization,

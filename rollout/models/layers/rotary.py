@@ -90,6 +90,7 @@ def frequencies(
     inverse, scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"), seq_len=max_len)
     if rope.kind == "longrope" and {"short_mscale", "long_mscale"} <= rope.scaling.keys():
         # Phi-MoE's own factors in the place of one that is computed.
-        long = max_len > int(rope.scaling["original_max_position_embeddings"])
-        scale = float(rope.scaling["long_mscale" if long else "short_mscale"])
+        scale = float(
+            rope.scaling["long_mscale" if rope.differs_up_to(max_len) else "short_mscale"]
+        )
     return inverse, scale
