@@ -130,7 +130,8 @@ class EngineConfig:
         default_factory=dict,
         metadata={
             "help": "NAME=DIR: weights that change with the model's in one update, and are not run "
-            "(a draft model's, a head's): a checkpoint directory; may be repeated",
+            "(a draft model's, a head's): a checkpoint directory; mtp=DIR of a release: the head "
+            "that it comes with; may be repeated",
             "metavar": "NAME=DIR",
         },
     )

@@ -218,6 +218,12 @@ class ModelConfig:
         """Those that keep keys of an index, ``latent.index.dim`` elements a token, on each rank."""
         return self.latent.index.layers if self.latent and self.latent.index else ()
 
+    @property
+    def further_prefixes(self) -> tuple[str, ...]:
+        """What names of tensors begin with in layers that predict further tokens."""
+        passed = (prefix for prefix, own in self.prefixes.items() if not own)
+        return tuple(prefix for prefix in passed if prefix.startswith(("mtp.", "model.layers.")))
+
     def check_blocks(self, block_size: int) -> None:
         """Raise ``ConfigError`` where a block of the KV cache would lie in two chunks."""
         for chunk in {layer.chunk for layer in self.layers}:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -22,12 +23,18 @@ class HeldTensors(Model):
     """A checkpoint's tensors as its files have them, whole on every rank, in the engine's dtype.
 
     Those that are no floats (index maps between vocabularies) are constants and stay in the files:
-    a source may send them, and they are passed over.
+    a source may send them, and they are passed over. ``prefixes``: of other tensors of the same
+    files, too (``weights.names.placed``).
     """
 
-    def __init__(self, build: Build, tensors: Sequence[TensorMeta]) -> None:
+    def __init__(
+        self,
+        build: Build,
+        tensors: Sequence[TensorMeta],
+        prefixes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(build, 0)
-        self._tensors = tuple(tensors)
+        self._tensors, self._prefixes = tuple(tensors), dict(prefixes)
         held = [meta for meta in self._tensors if meta.dtype in CASTABLE]
         if not held:
             raise ConfigError("the files of a component hold no floating-point tensor")
@@ -44,7 +51,8 @@ class HeldTensors(Model):
             params,
             {},
             spellings=Spellings.of({meta.name: meta.shape for meta in held}),
-            prefixes={m.name: "" for m in self._tensors if m.dtype not in CASTABLE},
+            prefixes={m.name: "" for m in self._tensors if m.dtype not in CASTABLE}
+            | self._prefixes,
         )
         self.eval()
 
@@ -52,7 +60,7 @@ class HeldTensors(Model):
         raise NotImplementedError("held weights are not run")
 
     def empty_like(self) -> Self:
-        return type(self)(self.build, self._tensors)
+        return type(self)(self.build, self._tensors, self._prefixes)
 
     def after_load(self) -> None:
         """Nothing is derived."""

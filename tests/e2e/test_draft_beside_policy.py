@@ -12,6 +12,8 @@ from start_engines import outcome, start
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.distributed import TensorParallel
+from rollout.engine.worker.held_component import HeldComponent
 from rollout.errors import ConfigError, EngineBroken, WeightMismatch
 from rollout.testing.faults import Fault, Faulty
 
@@ -155,6 +157,55 @@ def test_a_distributed_policy_and_draft_commit_once(engine, jobs, checkpoints, b
         assert engine.weight_version == version + 1
         assert engine.check_weights(everything(checkpoints, beside, "b", 0.5)).equal
         engine.update_weights(everything(checkpoints, beside, "a", 0.5))
+
+
+def release(path: Path, seed: int) -> dict[str, dict[str, torch.Tensor]]:
+    """A model with one layer behind its last, as GLM-4.5's files have it: both components."""
+    write_tiny(path, "glm4_moe", seed=seed, num_nextn_predict_layers=1)
+    policy = weights(path)
+    mtp = {
+        name.replace("layers.1.", "layers.2."): 0.5 * tensor
+        for name, tensor in policy.items()
+        if "layers.1." in name
+    }
+    mtp["model.layers.2.eh_proj.weight"] = torch.full((64, 128), 0.1 * seed)
+    save_file(policy | mtp, path / "model.safetensors", {"format": "pt"})
+    return {"policy": policy, "mtp": mtp}
+
+
+def test_the_head_that_a_release_comes_with_is_a_component_of_it(tmp_path) -> None:
+    """Its tensors alone, or among all of a release's."""
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    first, second = release(tmp_path / "a", 0), release(tmp_path / "b", 1)
+    with start(tmp_path / "a", 1, components={"mtp": a}) as engine:
+        assert engine.check_weights(first).equal
+        started = outcome(engine)
+        receipt = engine.update_weights(second)
+        assert receipt.components["mtp"].num_tensors == len(second["mtp"])
+        assert engine.check_weights({"policy": b, "mtp": b}).equal
+        assert outcome(engine) != started
+        assert not engine.check_weights({"mtp": a}).equal
+        engine.update_weights({"policy": a, "mtp": a})
+        assert engine.check_weights(first).equal
+        assert outcome(engine) == started
+        name = "model.layers.2.eh_proj.weight"
+        wrong = {**second["mtp"], name: torch.ones(3)}
+        with pytest.raises(WeightMismatch, match=rf"mtp:{name} has shape \(3,\)"):
+            engine.update_weights({"policy": second["policy"], "mtp": wrong})
+        assert engine.check_weights(first).equal
+
+
+def test_a_model_without_a_head_is_told_so(tmp_path) -> None:
+    """Qwen3-Next's files call it ``mtp``."""
+    write_tiny(tmp_path / "next", "qwen3_next")
+    write_tiny(tmp_path / "llama", "llama")
+    for name, match in (("next", r"further tokens \(mtp\.\)"), ("llama", "has no such layers")):
+        with pytest.raises(ConfigError, match=match):
+            HeldComponent.at("mtp", str(tmp_path / name), TensorParallel(), False)
+    file = tmp_path / "next" / "model.safetensors"
+    save_file(load_file(file) | head(0.5), file, {"format": "pt"})
+    found = HeldComponent.at("mtp", str(tmp_path / "next"), TensorParallel(), False)
+    assert {meta.name for meta in found.tensors} == set(head(0.5))
 
 
 def test_a_component_that_cannot_be_is_refused_at_the_start(checkpoints, tmp_path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -19,37 +20,60 @@ from rollout.models.registry import Registry
 from rollout.weights import TensorMeta
 from rollout.weights.files import open_weights
 
+HEAD = "mtp"  # multi-token prediction
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldComponent:
     """``config`` of an architecture that is known here, which is cut over the ranks as it would be
-    if it ran; else None, and ``tensors`` are held whole as the files have them.
+    if it ran; else None, and ``tensors`` are held whole as the files have them, which may have
+    others, too: ``prefixes``.
     """
 
     directory: Path
     config: ModelConfig | None
     tensors: tuple[TensorMeta, ...]
+    prefixes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def at(cls, path: str, tp: TensorParallel, expert_parallel: bool) -> Self:
-        """From a checkpoint directory (without a ``config.json``, if it has none) or a hub id."""
+    def at(cls, name: str, path: str, tp: TensorParallel, expert_parallel: bool) -> Self:
+        """From a checkpoint directory (without a ``config.json``, if it has none) or a hub id.
+
+        Of a model that is known here the one called ``mtp`` is the head that it comes with.
+        """
         directory = Path(path).expanduser()
         if not directory.is_dir():
             directory = resolve_model(path)
         if _is_known(directory / "config.json"):
             config = ModelConfig.from_directory(directory)
+            if name == HEAD:
+                return cls._head(directory, config)
             config.check_tensor_parallel(tp.size, expert_parallel and config.moe is not None)
             return cls(directory=directory, config=config, tensors=())
-        _, files = open_weights(directory)
-        try:
-            return cls(directory=directory, config=None, tensors=tuple(files.metadata().values()))
-        finally:
-            files.close()
+        return cls(directory=directory, config=None, tensors=_tensors(directory))
+
+    @classmethod
+    def _head(cls, directory: Path, config: ModelConfig) -> Self:
+        """What a release has of layers that predict further tokens; its other tensors are passed
+        over.
+        """
+        own, found = config.further_prefixes, _tensors(directory)
+        held = tuple(meta for meta in found if meta.name.startswith(own)) if own else ()
+        if not held:
+            raise ConfigError(
+                f"component {HEAD!r}: {directory} has no tensors of layers that predict further "
+                f"tokens ({', '.join(own) or f'{config.architecture} has no such layers'}); "
+                "give the component another name to hold all of it"
+            )
+        prefixes = {prefix: prefix for prefix in own}
+        for meta in found:
+            prefixes.setdefault(f"{meta.name.split('.', 1)[0]}.", "")
+        return cls(directory=directory, config=None, tensors=held, prefixes=prefixes)
 
     def build(self, beside: Build) -> Model:
         """Empty, of the dtype and on the device of the policy that was built as ``beside`` says."""
         if self.config is None:
-            return HeldTensors(beside, self.tensors)
+            return HeldTensors(beside, self.tensors, self.prefixes)
         return build_model(
             self.config,
             beside.tp,
@@ -59,6 +83,14 @@ class HeldComponent:
             max_model_len=1,  # it is not run
             expert_parallel=beside.expert_parallel and self.config.moe is not None,
         )
+
+
+def _tensors(directory: Path) -> tuple[TensorMeta, ...]:
+    _, files = open_weights(directory)
+    try:
+        return tuple(files.metadata().values())
+    finally:
+        files.close()
 
 
 def _is_known(file: Path) -> bool:

@@ -63,7 +63,7 @@ class ModelRunner:
         self._found, self.model_config = found, found.config
         self.dtype = found.dtype_of(config)
         self._components = {
-            name: HeldComponent.at(path, tp, config.expert_parallel)
+            name: HeldComponent.at(name, path, tp, config.expert_parallel)
             for name, path in config.components.items()
         }
         self.adapters: AdapterSlots | None = None
