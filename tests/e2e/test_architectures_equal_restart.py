@@ -18,11 +18,13 @@ from rollout import Rollout, SamplingParams
 
 pytestmark = pytest.mark.more
 
+# What others are made of; where the window of a file is the default, one that acts.
+BASES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {}, "mistral": {"sliding_window": 7}}
 MIXTURES = (
     *("glm4_moe", "deepseek_v2", "deepseek_v3", "olmoe", "minimax_m2", "gpt_oss", "llama4"),
     *("deepseek_v32", "glm_moe_dsa"),
     *("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "phimoe", "granite_hybrid", "nemotron_h"),
-    "kimi_linear",
+    *("kimi_linear", "qwen3_moe", "qwen2_moe", "mixtral"),
 )
 # With two ranks: fused files, norms over all ranks, norms of each head; groups, stacked experts.
 TWO_RANKS = (
@@ -74,13 +76,13 @@ def test_a_bias_on_the_choice_of_experts_keeps_its_bits_in_a_bfloat16_engine(
             assert engine.check_weights(str(tmp_path / "b")).equal
 
 
-@pytest.mark.parametrize("arch", [*DENSE, *MIXTURES])
+@pytest.mark.parametrize("arch", [*DENSE, *BASES, *MIXTURES])
 def test_an_fsdp2_trainer_makes_the_engine_that_its_files_would(
     job: Job, tmp_path: Path, arch: str
 ) -> None:
     paths, tp = [tmp_path / name for name in ("a", "b")], 2 if arch in TWO_RANKS else 1
     for seed, path in enumerate(paths):
-        write_tiny(path, arch, seed=seed)
+        write_tiny(path, arch, seed=seed, **BASES.get(arch, {}))
     settings = {"block_size": 8} if arch == "llama4" else {}  # chunks of 16
     with start(paths[1], tp, **settings) as engine:
         second = outcome(engine)
@@ -94,7 +96,7 @@ def test_an_fsdp2_trainer_makes_the_engine_that_its_files_would(
             assert outcome(engine) == fresh[which]
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("qwen3_vl", 2), ("qwen3_vl_moe", 1)])
+@pytest.mark.parametrize(("kind", "tp"), [("qwen3_vl", 2), ("qwen3_vl_moe", 1), ("qwen3_5", 1)])
 def test_an_fsdp2_trainer_brings_the_tower_to_every_rank(
     job: Job, tmp_path: Path, kind: str, tp: int
 ) -> None:
