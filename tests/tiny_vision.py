@@ -67,6 +67,17 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"num_position_embeddings": 16},
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **DELTA,
+            **MIXED,
+            "shared_expert_intermediate_size": 40,
+            "head_dim": 32,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+        },
+        {"num_position_embeddings": 16},
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {"rope_parameters": {**ROPE, "mrope_section": [1, 2, 3]}},

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from tiny_vision import END, KINDS, PAD, START, check_greedy, picture, write_vision
+import torch
+from models.rank_threads import Session, loaded, run_ranks
+from tiny_vision import (
+    END,
+    KINDS,
+    PAD,
+    START,
+    check_greedy,
+    picture,
+    processor,
+    reference,
+    write_vision,
+)
 
 from rollout import Rollout, SamplingParams
 from rollout.cli.main import main
 from rollout.models.build import build_tables
 from rollout.models.config import ModelConfig
+from rollout.models.forward import VisualRows
 from rollout.models.weight_table import check_tables
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0)
@@ -36,6 +51,32 @@ def test_greedy_tokens_equal_those_of_transformers_whole_and_in_chunks(tmp_path,
         check(engine, model)
     with Rollout(tmp_path, max_num_batched_tokens=7, **settings) as engine:
         check(engine, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_share_the_decoder_give_what_transformers_gives_of_images(tmp_path, kind):
+    """Each has the tower whole, and encodes by itself: two ranks, and more than key heads."""
+    model, pictures = write_vision(tmp_path, kind), PICTURES[:1]
+    config, ids = ModelConfig.from_directory(tmp_path), [5, 6, START, *[PAD] * 12, END, 9, 8]
+    given, tokens = processor()(images=pictures, return_tensors="pt"), torch.tensor([ids])
+    wanted, grid = reference(model, ids, pictures), given["image_grid_thw"]
+    positions, _ = model.model.get_rope_index(
+        tokens, mm_token_type_ids=(tokens == PAD).int(), image_grid_thw=grid
+    )
+    [rows] = (tokens[0] == PAD).nonzero(as_tuple=True)
+
+    def work(tp):
+        session = Session(loaded(config, tp, model.state_dict()), [ids])
+        features = session.model.encode_image(given["pixel_values"], tuple(grid[0].tolist()))
+        seen = replace(
+            session.batch([len(ids)]), positions=positions[:, 0],
+            visual=VisualRows(rows, features),
+        )  # fmt: skip
+        return session.model(seen, session.kv).log_softmax(-1)
+
+    for size in (2, 4):
+        for got in run_ranks(size, work):
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
