@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple
@@ -142,8 +142,7 @@ class BlockManager:
         if not root or seq.block_table:
             return PrefixHit(hits)
         missing = b""
-        for index in range(seq.cacheable // self.block_size):
-            digest = self._digest(seq, root, index)
+        for index, digest in enumerate(self._chain(seq, root)):
             block_id = self._by_hash.get(digest)
             if block_id is None:
                 missing = digest
@@ -340,17 +339,20 @@ class BlockManager:
             return b""
         return roots.of(seq.adapter_name)
 
-    def _digest(self, seq: Sequence, root: bytes, index: int) -> bytes:
-        """Of block ``index`` in the chain of its tokens from ``root``; hashed once, however often
-        it is looked up while it waits.
+    def _chain(self, seq: Sequence, root: bytes) -> Iterator[bytes]:
+        """The hashes from ``root`` on of the blocks that may come from the cache.
+
+        What was asked for stays in ``digests``: a sequence that waits is hashed once, however often
+        it is looked up.
         """
         if seq.digests_root != root:
             seq.digests_root, seq.digests = root, []
-        known, size = seq.digests, self.block_size
-        for start in range(len(known) * size, (index + 1) * size, size):
+        known, size, count = seq.digests, self.block_size, seq.cacheable // self.block_size
+        yield from known[:count]
+        for start in range(len(known) * size, count * size, size):
             tokens = seq.cache_ids(start, start + size)
             known.append(chained(known[-1] if known else root, tokens))
-        return known[index]
+            yield known[-1]
 
     def _holds(self, block_id: int, seq: Sequence, index: int, parent: bytes) -> bool:
         """Whether a block found by its hash is block ``index`` of ``seq``, behind ``parent``."""

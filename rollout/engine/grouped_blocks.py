@@ -55,10 +55,8 @@ class GroupedBlockManager(BlockManager):
         parent = root = self._root_of(seq)
         if not root or seq.block_table:
             return PrefixHit([])
-        most = seq.cacheable // self.block_size
         known: list[list[int]] = [[] for _ in self.groups]  # -1: not there
-        for index in range(most):
-            digest = self._digest(seq, root, index)
+        for index, digest in enumerate(self._chain(seq, root)):
             found = [self._block_of(digest, i, seq, index, parent) for i in range(len(self.groups))]
             if -1 in found[self._forgetful :]:
                 break
@@ -68,8 +66,8 @@ class GroupedBlockManager(BlockManager):
         count = self._longest(known)
         gone = self._gone_at(count * self.block_size)
         tables = [[0] * n + blocks[n:count] for n, blocks in zip(gone, known, strict=True)]
-        missing = self._digest(seq, root, count) if count < most else b""
-        digest = self._digest(seq, root, count - 1) if count else b""
+        digest = seq.digests[count - 1] if count else b""
+        missing = seq.digests[count] if count < seq.cacheable // self.block_size else b""
         return PrefixHit(tables[0], missing, None, 0, tuple(tables), tuple(gone), digest)
 
     def admit(self, seq: Request, found: PrefixHit, margin: int = 0) -> bool:
