@@ -1,5 +1,6 @@
 """A user's class, whose methods ranks run."""
 
+import sys
 import time
 
 import torch
@@ -26,6 +27,9 @@ class Norms:
 
     def sleep(self, seconds):
         time.sleep(seconds)
+
+    def vanish(self):
+        sys.exit(3)
 
 
 class TakesRank:

@@ -51,6 +51,8 @@ def test_mistakes_are_named_and_the_engine_goes_on(two):
             two.collective_rpc(name)
     with pytest.raises(EngineError, match=r"fail_on .* on rank 1 raised KeyError: .*that name"):
         two.collective_rpc("fail_on", args=[1])
+    with pytest.raises(EngineError, match=r"vanish .* on rank 0 raised SystemExit: 3"):
+        two.collective_rpc("vanish")
     with pytest.raises(EngineError, match=r"returned what JSON does not hold: .*Tensor"):
         two.collective_rpc("tensor")
     with pytest.raises(InvalidRequest, match=r"arguments must be what JSON holds: .*object"):
@@ -116,6 +118,8 @@ async def test_over_http_it_is_the_servers_own_class_or_nothing(tiny):
             DeadlineExceeded, match=r"rank 0 did not answer within 0.5 s \(phase: sl"
         ):
             await rollout.collective_rpc("sleep", args=[2], timeout=0.5)  # a rank of this process
+        with pytest.raises(EngineError, match=r"vanish .* raised SystemExit: 3"):
+            await rollout.collective_rpc("vanish")
         status, found, _ = await asked(rollout, "reset_prefix_cache")
         assert (status, found) == (200, {"results": [None]})
     async with AsyncRollout(str(tiny[0]), device="cpu") as rollout:

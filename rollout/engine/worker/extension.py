@@ -103,7 +103,7 @@ def call_extension(
             found = getattr(extension, method)(*args, **kwargs)
     except RolloutError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # which would end the thread that runs the steps
         raise EngineError(f"{where} raised {type(error).__name__}: {error}") from error
     try:
         return json.loads(json.dumps(found, allow_nan=False))
