@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,40 @@ def test_layers_with_windows_and_without_give_what_a_cpu_gives(tmp_path: Path) -
     for device, graphs in (("cuda", "on"), ("cpu", "auto")):
         with card_engine(tmp_path, device=device, cuda_graphs=graphs, block_size=4) as engine:
             found.append([out.outputs[0] for out in engine.generate(prompts, GREEDY)])
+    for ours, wanted in zip(*found, strict=True):
+        assert ours.token_ids == wanted.token_ids
+        pair = [torch.tensor(each.logprobs.raw) for each in (ours, wanted)]
+        torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-3)
+
+
+HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+# Sinks, windows and chunks that act, states, and what else sets the layers of others apart.
+LAYERS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_layers": 1},
+    "llama4": {"num_hidden_layers": 1, "moe_layers": [0], "attention_chunk_size": 4},
+    "qwen3_next": {**HYBRID, "mlp_only_layers": []},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
+    "kimi_linear": {**HYBRID, "mlp_layer_types": ["dense", "sparse"]},
+    "glm4_moe": {"num_layers": 1},
+    "cohere2": {"num_hidden_layers": 1, "sliding_window": 3},
+    "phi3": {"num_layers": 1, "sliding_window": 3},
+    "olmo2": {"num_layers": 1},
+    "minimax_m2": {"num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("arch", LAYERS)
+def test_every_kind_of_layer_gives_what_a_cpu_gives(tmp_path: Path, arch: str) -> None:
+    write_tiny(tmp_path, arch, vocab_size=96, **LAYERS[arch])
+    prompts = [[5, 9, 2, 7, 7, 3, 1, 8, 2], [4]]
+    asked = replace(GREEDY, max_tokens=2)
+    settings = {"block_size": 4, "staging": "none"}
+    if PRETENDED:  # of what takes the interpreter long no more than is shown here
+        settings |= {"cuda_graphs": "off", "check_finite": False}
+    found = []
+    for device in ("cuda", "cpu"):
+        with card_engine(tmp_path, device=device, **settings) as engine:
+            found.append([out.outputs[0] for out in engine.generate(prompts, asked)])
     for ours, wanted in zip(*found, strict=True):
         assert ours.token_ids == wanted.token_ids
         pair = [torch.tensor(each.logprobs.raw) for each in (ours, wanted)]
