@@ -33,8 +33,10 @@ def oracle(trained, tmp_path_factory):
 
 
 @pytest.fixture
-def engines(checkpoint):
-    started = [Rollout(checkpoint, **ENGINE) for _ in range(3)]
+def engines(checkpoint, request):
+    """A test may ask for settings by ``indirect``."""
+    settings = {**ENGINE, **getattr(request, "param", {})}
+    started = [Rollout(checkpoint, **settings) for _ in range(3)]
     yield started
     for engine in started:
         engine.shutdown()

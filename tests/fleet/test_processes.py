@@ -1,18 +1,20 @@
 """``rollout serve --replicas`` and ``rollout fleet`` as processes, and the routes of members."""
 
+import contextlib
 import json
 import os
 import signal
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from adapted_models import adapted, shaken
 from fleet_front import front_process
 from serving import alive, descendants, serve
-from shared_engines import eventually
+from shared_engines import eventually, standing_still
 
 from rollout import Rollout, SamplingParams
 from rollout.errors import RolloutError
@@ -20,6 +22,7 @@ from rollout.errors import RolloutError
 pytestmark = pytest.mark.more
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
 PROMPTS = [[5, 6, 7, n] for n in range(12)]
+LONG = [{"max_tokens": 200, "temperature": 1.0, "seed": n, "ignore_eos": True} for n in range(4)]
 FLAGS = ("--num-kv-blocks", "64", "--max-model-len", "256")
 
 
@@ -45,14 +48,28 @@ def tokens(outputs):
 
 
 def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle):
-    with serve(checkpoint, "--replicas", "2", *FLAGS) as served:
+    """Streams that run then go on with the bits that they would have had."""
+    with serve(checkpoint, "--replicas", "2", "--deterministic", *FLAGS) as served:
         processes = descendants(served.process.pid)
-        with Rollout.connect(served.grpc) as client:
+        with Rollout.connect(served.grpc) as client, ThreadPoolExecutor(len(LONG)) as pool:
             assert client.update_weights(trained).version == 1
             expected = tokens(oracle.generate(PROMPTS, GREEDY))
             assert tokens(client.generate(PROMPTS, GREEDY)) == expected
+            undisturbed = client.generate(PROMPTS[: len(LONG)], LONG)
+
+            def begin():
+                streams = list(map(client.stream, PROMPTS, LONG))  # over both replicas
+                [next(stream) for stream in streams]
+                return streams
+
+            streams = standing_still(begin, client, len(LONG))
             killed = next(pid for pid in processes if b"serve" in command(pid))
             os.kill(killed, signal.SIGKILL)
+            eventually(lambda: resumed(client))  # once the front knows that it is gone
+            ends = pool.map(lambda stream: list(stream)[-1], streams)
+            for got, want in zip(ends, undisturbed, strict=True):
+                got, want = got.outputs[0], want.outputs[0]
+                assert (got.token_ids, got.logprobs) == (want.token_ids, want.logprobs)
             assert tokens(client.generate(PROMPTS, GREEDY)) == expected
             eventually(lambda: descendants(served.process.pid) - processes)  # it is started again
             wait_serving(served.http, 2)
@@ -119,6 +136,12 @@ def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_
                 members(front.http, "DELETE", query="?name=third")
             with pytest.raises(urllib.error.HTTPError):
                 members(front.http, "DELETE", query="?name=third")
+
+
+def resumed(client):
+    with contextlib.suppress(RolloutError):
+        client.resume_generation()
+        return True
 
 
 def stopping(process, weights):
