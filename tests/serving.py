@@ -22,7 +22,7 @@ class Served:
 
 
 @contextmanager
-def serve(model: Path, *flags: str, python: str = sys.executable) -> Iterator[Served]:
+def serve(model: Path | str, *flags: str, python: str = sys.executable) -> Iterator[Served]:
     """Started, ready, and at the end terminated; fails with the server's stderr."""
     command = [python, "-m", "rollout", "serve", str(model), "--port", "0"]
     command += ["--grpc-port", "0", "--device", "cpu", "--num-threads", "1", "--exit-with-stdin"]

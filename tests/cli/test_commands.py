@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,25 @@ def under_way(engine: Rollout) -> Iterator[Future[list[RequestOutput]]]:
         engine.pause_generation("keep")
         assert not call.done()
         yield call
+
+
+@contextmanager
+def unwritten(folder: Path) -> Iterator[None]:
+    """Which may not be written, and is afterwards what it was (root may write all the same)."""
+
+    def found() -> dict[Path, tuple[int, int]]:
+        each = {path: path.stat() for path in (folder, *folder.rglob("*"))}
+        return {path: (stat.st_mtime_ns, stat.st_size) for path, stat in each.items()}
+
+    before, modes = found(), {path: path.stat().st_mode for path in found()}
+    try:
+        for path, mode in modes.items():
+            path.chmod(mode & 0o555)
+        yield
+        assert found() == before
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)
 
 
 def test_every_engine_setting_has_a_flag() -> None:
@@ -118,8 +138,12 @@ def test_prompts_may_follow_flags(run: Run, bare: Path) -> None:
 
 
 def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Path) -> None:
+    """Under the flags that users of vLLM know, from a directory into which nothing is written."""
     flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--undo", "host")
-    with serve(bare, *flags) as served:
+    flags += ("--served-model-name", "mine", "--trust-remote-code")
+    with unwritten(bare), serve(f"--model={bare}", *flags) as served:
+        with urllib.request.urlopen(f"http://{served.http}/v1/models", timeout=30) as reply:
+            assert [card["id"] for card in json.load(reply)["data"]] == ["mine"]
         ranks = descendants(served.process.pid)
         assert len(ranks) >= 2
         asked = ("--token-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "--json")

@@ -227,12 +227,58 @@ def test_the_image_installs_what_it_copies() -> None:
             assert there or name.endswith("*"), name
 
 
+def with_component(folder: Path, base: str, component: str) -> list[dict[str, Any]]:
+    """What an overlay of ``base`` with that component comes to."""
+    shutil.copytree(KUBERNETES, folder / "k")
+    for file in ("tls.crt", "tls.key"):
+        (folder / "k" / "fleet" / file).write_text("a certificate")
+    overlay = {"resources": [f"../{base}"], "components": [f"../{component}"]}
+    (folder / "k" / "overlay").mkdir()
+    (folder / "k" / "overlay" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    found = build(folder / "k" / "overlay")
+    for document in found:
+        check(document)
+    return found
+
+
+def engine_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """The pod's spec."""
+    names = {d["metadata"]["name"]: d for d in documents if d["kind"] == "StatefulSet"}
+    spec: dict[str, Any] = names["rollout-engine"]["spec"]["template"]["spec"]
+    return spec
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
 def test_the_component_gives_engines_a_gpu(tmp_path: Path) -> None:
-    shutil.copytree(KUBERNETES, tmp_path / "k")
-    kustomization = tmp_path / "k" / "engine" / "kustomization.yaml"
-    kustomization.write_text(kustomization.read_text() + "components: [../gpu]\n")
-    [engine] = [d for d in build(kustomization.parent) if d["kind"] == "StatefulSet"]
-    check(engine)
-    [container] = engine["spec"]["template"]["spec"]["containers"]
+    [container] = engine_of(with_component(tmp_path, "engine", "gpu"))["containers"]
     assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 1}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+@pytest.mark.parametrize("base", ["engine", "fleet"])
+def test_the_component_has_all_engines_read_a_model_that_none_writes(
+    base: str, tmp_path: Path
+) -> None:
+    found = with_component(tmp_path, base, "model-volume")
+    kinds = {d["kind"]: d for d in found if d["metadata"]["name"] == "rollout-models"}
+    volume, claim = kinds["PersistentVolume"]["spec"], kinds["PersistentVolumeClaim"]["spec"]
+    assert volume["accessModes"] == claim["accessModes"] == ["ReadOnlyMany"]
+    assert claim["volumeName"] == "rollout-models"
+    spec = engine_of(found)
+    [mount] = [m for m in spec["containers"][0]["volumeMounts"] if m.get("readOnly")]
+    [held] = [v for v in spec["volumes"] if v["name"] == mount["name"]]
+    assert held["persistentVolumeClaim"] == {"claimName": "rollout-models", "readOnly": True}
+    [settings] = [d["data"] for d in found if d["kind"] == "ConfigMap"]
+    assert settings["MODEL"].startswith(f"{mount['mountPath']}/")
+    assert len(spec["volumes"]) == 3, "those of the engine are still there"
+
+
+def test_engines_are_spread_over_nodes_and_zones_where_that_can_be() -> None:
+    template = of_kind("engine/engine.yaml", "StatefulSet")["spec"]["template"]
+    spec, labels = template["spec"], template["metadata"]["labels"]
+    [apart] = spec["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    [zones] = spec["topologySpreadConstraints"]
+    assert zones["whenUnsatisfiable"] == "ScheduleAnyway"
+    for chosen in (apart["podAffinityTerm"], zones):
+        assert chosen["labelSelector"]["matchLabels"] == labels
