@@ -1,5 +1,6 @@
 """A user's class, whose methods ranks run."""
 
+import os
 import sys
 import time
 
@@ -9,6 +10,9 @@ import torch
 class Norms:
     def echo(self, *args, **kwargs):
         return [self.rank, self.world_size, str(self.device), list(args), kwargs]
+
+    def environment(self, *names):
+        return [os.environ.get(name) for name in names]
 
     def norm(self, name):
         assert not torch.is_grad_enabled()

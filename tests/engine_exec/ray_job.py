@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
+os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_ASYNC_ERROR_HANDLING="1")
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_DASHBOARD="1")
 os.environ.pop("RAY_ADDRESS", None)
 
@@ -16,8 +18,11 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 from rollout import ConfigError, DeadlineExceeded, Rollout, WorkerDied
+from rollout.engine.executors import ray as executor
+from rollout.server.verbs import server_info
 
 model, other = sys.argv[1:]
+extension = f"{Path(__file__).with_name('norms.py')}:Norms"
 settings = {"device": "cpu", "num_kv_blocks": 64, "tensor_parallel_size": 2, "executor": "ray"}
 asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 found = {}
@@ -42,10 +47,19 @@ try:
     second = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     found["no room"] = refused(DeadlineExceeded, tensor_parallel_size=4, start_timeout=2.0)
-    with Rollout(model, **settings) as rollout:
-        groups = ray.util.placement_group_table().values()
-        [placed] = [g["bundles_to_node_id"] for g in groups if g["state"] == "CREATED"]
+    executor._PATIENCE = 1.0
+    found["never"] = refused(ConfigError, tensor_parallel_size=4)
+    found["no GPUs"] = refused(ConfigError, device="cuda")
+    group = ray.util.placement_group([{"CPU": 1}] * 2, name="mine", strategy="SPREAD")
+    with Rollout(
+        model, ray_placement_group="mine", worker_extension_cls=extension, **settings
+    ) as rollout:
+        placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
         found["nodes"] = len(set(placed.values()))
+        found["told"] = rollout._loop.run(server_info(rollout._async, "raw"))
+        names = ["ROLLOUT_INSTANCE_ID", "NCCL_SOCKET_IFNAME", "NCCL_ASYNC_ERROR_HANDLING"]
+        found["environment"] = rollout.collective_rpc("environment", args=names)
+        found["instance"] = rollout._async.backend.core._executor.instance
         found["before"] = tokens(rollout)
         receipt = rollout.update_weights(load_file(f"{other}/model.safetensors"))
         found["version"] = receipt.version
@@ -62,6 +76,7 @@ try:
         except WorkerDied as error:
             found["died"] = str(error)
         found["noticed"] = time.monotonic() - began
+    ray.util.remove_placement_group(group)
     left = ray.util.placement_group_table().values()
     found["left"] = [group["state"] for group in left if group["state"] != "REMOVED"]
 finally:

@@ -44,7 +44,9 @@ def test_a_method_reads_what_is_live(two, tiny):
 
 def test_mistakes_are_named_and_the_engine_goes_on(two):
     before = two.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids
-    with pytest.raises(InvalidRequest, match=r"no method 'nope' .* echo, fail_on, norm, sleep, te"):
+    with pytest.raises(
+        InvalidRequest, match=r"no method 'nope' .* echo, environment, fail_on, norm,"
+    ):
         two.collective_rpc("nope")
     for name in ("_hidden", "bind", "model", "__init__"):
         with pytest.raises(InvalidRequest, match=f"no method '{name}'"):

@@ -106,10 +106,15 @@ def test_ranks_print_no_stack_frames_hear_no_ctrl_c_and_get_no_tokens(tiny, monk
     tokens = ("ROLLOUT_TOKEN", "ROLLOUT_CONTROL_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     for name in tokens:
         monkeypatch.setenv(name, "a-secret")
+    monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", "1")  # as Ray does
     with running(tiny[0], executor="multiprocess") as executor:
         pid = executor._links[0].process.pid
         environment = Path(f"/proc/{pid}/environ").read_bytes()
-        assert b"TORCH_CPP_LOG_LEVEL=ERROR" in environment.split(b"\0")
+        lines = environment.split(b"\0")
+        assert b"TORCH_CPP_LOG_LEVEL=ERROR" in lines
+        assert b"TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in lines
+        assert b"NCCL_ASYNC_ERROR_HANDLING=1" not in lines
+        assert f"ROLLOUT_INSTANCE_ID={executor.instance}".encode() in lines
         assert b"a-secret" not in environment
         assert os.getpgid(pid) != os.getpgid(0)
 

@@ -45,7 +45,12 @@ def test_an_engine_runs_over_two_nodes_and_says_when_one_is_gone(tmp_path: Path)
     found = json.loads(done.stdout.splitlines()[-1])
     assert "start one with 'ray start --head'" in found["no cluster"]
     assert "no room for 4 ranks with 1 CPU each" in found["no room"]
+    assert "4 ranks need 1 CPU each, and the cluster holds 2 such at most" in found["never"]
+    assert "2 ranks need 1 CPU and 1 GPU each, and the cluster holds 0 such" in found["no GPUs"]
     assert found["nodes"] == 2
+    parallel = found["told"]["vllm_config"]["parallel_config"]
+    assert parallel["placement_group"] == "mine"
+    assert found["environment"] == [[found["instance"], "lo", None]] * 2
     assert [found["before"], found["after"], found["again"]] == [*expected, expected[0]]
     # Not by shared memory, although here the nodes are one machine's.
     assert found["from another process"] == "broadcast"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.wire.codec import to_plain
 from rollout.wire.frames import Frame, Reply, encode
 
+INSTANCE = "ROLLOUT_INSTANCE_ID"  # in the environment of every rank: which engine it is of
 _CLOSE_WAIT = 2.0  # seconds for a rank to end by itself
 
 
@@ -39,6 +41,7 @@ class MultiprocessExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self.size = config.tensor_parallel_size
         self.on_death: Callable[[WorkerDied], None] | None = None
+        self.instance = os.environ.get(INSTANCE) or secrets.token_hex(8)
         self._config = config
         self._host = LOOPBACK  # where the ranks meet to form their group
         self._links: list[RankLink] = []
@@ -201,13 +204,16 @@ class MultiprocessExecutor:
         return choose_device(self._config.device).type == "cuda"
 
     def _link(self, rank: int, shared_fd: int | None) -> RankLink:
-        threads = self._config.resolved_num_threads
+        settings = {
+            "OMP_NUM_THREADS": str(self._config.resolved_num_threads),
+            INSTANCE: self.instance,
+        }
         inherited = {
             "--shared-fd": shared_fd,
             "--payload-fd": self._payloads.fd,
             "--steps-fd": self._steps_fd,
         }
-        return RankLink.start(rank, threads, self._rank_ended, self._wake, inherited)
+        return RankLink.start(rank, settings, self._rank_ended, self._wake, inherited)
 
     @property
     def _steps_fd(self) -> int | None:

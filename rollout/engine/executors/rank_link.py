@@ -24,6 +24,15 @@ _EXIT_WAIT = 1.0  # seconds for a rank whose socket closed to be reaped
 _LOOK = 100  # milliseconds until a writer looks whether it was closed
 _BLAME_WAIT = 0.5  # seconds in which a fatal error may turn out to be another rank's death
 
+# Of a rank's environment, where the engine's says nothing.
+COLLECTIVES = {
+    # A broadcast that fails is reported by its error; torch would print C++ stack frames too.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # NCCL's watchdog would end the rank at a sender's silence; deadlines here abort the update.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}
+DEPRECATED = ("NCCL_ASYNC_ERROR_HANDLING",)  # the older name of that, which Ray sets
+
 
 class RankLink:
     """A rank behind a socket. ``send`` never blocks; a thread reads replies into futures, and calls
@@ -59,12 +68,14 @@ class RankLink:
     def start(
         cls,
         rank: int,
-        num_threads: int,
+        settings: Mapping[str, str],
         on_end: Callable[[int, str], None],
         on_reply: Callable[[], None],
         inherited: Mapping[str, int | None],
     ) -> RankLink:
-        """A rank in a process of its own; ``inherited``: descriptors, by the option for each."""
+        """A rank in a process of its own. ``settings``: of its environment. ``inherited``:
+        descriptors, by the option for each.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             passed = {name: fd for name, fd in inherited.items() if fd is not None}
@@ -75,7 +86,7 @@ class RankLink:
                 pass_fds=tuple(passed.values()),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # libraries print there; this process's own output stays clean
-                env=_environment(num_threads),
+                env=_environment(settings),
                 process_group=0,  # Ctrl-C is the engine's affair, also while a rank still imports
             )
         return cls(rank, ours, on_end, on_reply, process)
@@ -234,19 +245,15 @@ def fail(future: Future[Reply], error: Exception) -> None:
         future.set_exception(error)
 
 
-def _environment(num_threads: int) -> dict[str, str]:
-    """The rank's environment, and its share of the cores.
+def _environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """The rank's environment, before anything is imported there.
 
     Threads that wait for the next parallel loop spin briefly instead of for ever: a trainer may run
     on the same cores.
     """
-    defaults = {
-        # A broadcast that fails is reported by its error; torch would print C++ stack frames too.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # NCCL's watchdog would end the rank at a sender's silence; deadlines here abort the update.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    }
-    env = child_environment({"OMP_NUM_THREADS": str(num_threads)}, defaults)
+    env = child_environment(settings, COLLECTIVES)
+    for name in DEPRECATED:
+        env.pop(name, None)
     if "OMP_WAIT_POLICY" not in env:
         env.setdefault("GOMP_SPINCOUNT", "20000")
     return env

@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,11 +24,14 @@ from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
 from rollout.distributed.rendezvous import Door, enter
 from rollout.engine.executors.external import ExternalExecutor, RankHost
+from rollout.engine.executors.multiprocess import INSTANCE
+from rollout.engine.executors.rank_link import COLLECTIVES, DEPRECATED
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.weight_sync.transports.host import host_id
 
 NAMESPACE = "rollout"  # of named placement groups, in every process that connects by itself
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_")  # settings of collectives
+_PATIENCE = 25.0  # seconds for nodes that come, until a cluster is judged by those that are there
 _LOOK = 0.2  # seconds between looks at what has become of the ranks that start
 _SWITCH_INTERVAL = 0.0005  # seconds: a step waits at most so long for Python of the staging thread
 # A node without power says nothing: its socket is given up after 5 s of silence and 3 probes.
@@ -87,9 +90,12 @@ class RayExecutor(ExternalExecutor):
         each = {"CPU": float(self._config.num_threads or 1), "GPU": float(self._gpus)}
         bundle = {name: n for name, n in each.items() if n}
         self._placement = self._group(bundle)
+        judged = time.monotonic() + _PATIENCE
         while not is_placed(ray, self._placement):
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
+            if time.monotonic() > judged and self._is_ours:
+                self._judge(bundle)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"Ray found no room for {self.size} ranks with {named(bundle)} each within "
@@ -109,13 +115,30 @@ class RayExecutor(ExternalExecutor):
             self._actors.append(
                 kind.options(
                     num_cpus=each["CPU"], num_gpus=each["GPU"], max_restarts=0,
-                    scheduling_strategy=strategy, runtime_env={"env_vars": passed_on()},
+                    scheduling_strategy=strategy,
+                    runtime_env={"env_vars": {**passed_on(), INSTANCE: self.instance}},
                 ).remote()
             )  # fmt: skip
         # Ranks of this node may still be another user's, or in a container: they share no memory.
         near = all(node == here for node in nodes)
         self.one_host = near and self._hosts(deadline) == {host_id()}
         self._host = LOOPBACK if self.one_host else str(ray.util.get_node_ip_address())
+
+    def _judge(self, bundle: Mapping[str, float]) -> None:
+        """``ConfigError`` where the nodes that are there could not hold the ranks if all was free.
+
+        Nodes that are about to come, as an autoscaler's, have had ``_PATIENCE`` seconds; who counts
+        on such makes the placement group (``ray_placement_group``), which is waited for.
+        """
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        held = ranks_held(nodes, bundle)
+        if held < self.size:
+            all_of_it = {name: sum(n.get(name, 0.0) for n in nodes) for name in bundle}
+            raise ConfigError(
+                f"{self.size} ranks need {named(bundle)} each, and the cluster holds {held} such "
+                f"at most: its {len(nodes)} nodes have {named(all_of_it)} in all, in use or not; "
+                "lower tensor_parallel_size or num_threads, or add nodes first"
+            )
 
     def _group(self, bundle: dict[str, float]) -> Any:
         """The placement group that the ranks lie in, a bundle for each."""
@@ -201,6 +224,8 @@ class RankActor:
     ) -> None:
         """Be ``rank`` of the engine at ``host``; returns once it is let in."""
         sys.setswitchinterval(_SWITCH_INTERVAL)
+        for name in DEPRECATED:
+            os.environ.pop(name, None)
         sock = enter(host, port, secret, rank, time.monotonic() + timeout)
         _probe(sock)
         # Ray shows a rank its own card alone, as number 0.
@@ -235,14 +260,18 @@ def connected(address: str | None, asks: str = "executor='ray'") -> Any:
 
 def passed_on() -> dict[str, str]:
     """What Ray's own environment on another node cannot know."""
-    passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    given = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    passed = {name: value for name, value in given.items() if name not in DEPRECATED}
     return {
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # NCCL's watchdog would end the rank at a sender's silence; deadlines abort the update.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        **COLLECTIVES,
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         **passed,
     }
+
+
+def ranks_held(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float]) -> int:
+    """How many bundles nodes of these resources hold, a bundle being on one of them."""
+    return sum(min(int(node.get(name, 0.0) // n) for name, n in bundle.items()) for node in nodes)
 
 
 def _by_node(nodes: Sequence[str], here: str) -> list[int]:
@@ -269,5 +298,5 @@ def free(ray: Any, like: dict[str, float]) -> dict[str, float]:
     return {name: available.get(name, 0.0) for name in like}
 
 
-def named(resources: dict[str, float]) -> str:
+def named(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{n:g} {name}" for name, n in resources.items())
