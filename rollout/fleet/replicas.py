@@ -295,15 +295,15 @@ class Replicas:
             replica = self._running.get(name)
             was_ready = name in self._ready
             self._ready.discard(name)
-        if was_ready:
-            until = time.monotonic() + min(max((end.notice or 0.0) - OF_NOTICE, 0.0), LONGEST)
+        until = time.monotonic() + min(max((end.notice or 0.0) - OF_NOTICE, 0.0), LONGEST)
 
-            def may_leave() -> bool:
-                return self._closing or any(link.name != name for link in self._fleet.serving())
+        def may_leave() -> bool:
+            others = any(link.name != name for link in self._fleet.serving())
+            return self._closing or not was_ready or others
 
-            with suppress(RolloutError):  # the fleet was closed
-                self._fleet.wait(may_leave, until - time.monotonic())
-                self._fleet.leave(name, max(until - time.monotonic(), 0.0))
+        with suppress(RolloutError):  # the fleet was closed, or it was no member yet
+            self._fleet.wait(may_leave, until - time.monotonic())
+            self._fleet.leave(name, max(until - time.monotonic(), 0.0))
         self._gone(name, replica, end.why)
 
 

@@ -115,6 +115,21 @@ def test_a_fleet_begins_with_those_that_found_a_place(fleet, checkpoint):
         replicas.close()
 
 
+def test_one_that_has_ended_and_finds_no_place_again_is_no_member_once_fewer_will_do(
+    fleet, checkpoint
+):
+    here = Here(checkpoint, room=2)
+    replicas = Replicas(fleet, here, 2)
+    try:
+        replicas.start()
+        here.launched["replica-1"].tell(End(why="its process has ended"))
+        eventually(lambda: replicas.starting() == {"replica-1": "it waits for room"}, 30)
+        replicas.scale(1)
+        eventually(lambda: [row["name"] for row in fleet.members()] == ["replica-0"])
+    finally:
+        replicas.close()
+
+
 def test_too_little_room_is_said_at_the_deadline(fleet, checkpoint):
     replicas = Replicas(fleet, Here(checkpoint, room=0), 2, start_timeout=0.1)
     with pytest.raises(DeadlineExceeded, match=r"0 of 2 .* replica-1: it waits for room"):
