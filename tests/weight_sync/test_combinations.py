@@ -39,9 +39,10 @@ START_LIMIT = 240.0  # seconds: six processes of trainers on a busy machine
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> tuple[Path, Weights]:
-    """One KV head, and heads and columns that 1, 2, 3 and 4 ranks can share."""
+    """One KV head, and heads and columns that 1, 2, 3 and 4 ranks can share; those of a block of
+    128 and more, which two share so that none of 32 is cut."""
     where = tmp_path_factory.mktemp("model")
-    shape = {"num_attention_heads": 12, "num_key_value_heads": 1, "intermediate_size": 120}
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 1, "intermediate_size": 192}
     model = write_tiny(where, "qwen3", tied=True, seed=5, **shape)
     return where, {n: t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"}
 
@@ -153,16 +154,31 @@ def test_every_rank_ends_like_a_fresh_start(engine, address, jobs, truths, check
         fresh.close()
 
 
-def test_quantised_ranks_hold_what_they_make_of_it(checkpoint, jobs, truths) -> None:
+SHARDED = ("fsdp2", "broadcast"), ("fsdp2", "p2p")  # gathered, and by no gather
+OTHERS = (
+    ("zero3", "p2p"), ("fsdp2_tp", "p2p"), ("fsdp1", "ipc"), ("fsdp2", "grpc_stream"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "ways"),
+    [
+        ("int8", 2, SHARDED + OTHERS),
+        ("fp8", 2, SHARDED),
+        ("fp8_block", 1, SHARDED),  # blocks that both trainer ranks have a part of
+        ("mxfp4", 2, SHARDED),
+    ],
+    ids=["int8", "fp8", "fp8_block", "mxfp4"],
+)
+def test_quantised_ranks_hold_what_they_make_of_it(
+    checkpoint, jobs, truths, scheme, size, ways
+) -> None:
     """Gathered or not, whole rows or a part of each: as a fresh start has it, bit for bit."""
     config = ModelConfig.from_directory(checkpoint[0])
-    engine = Engine(config, 2, checkpoint[1], quantization="int8")
+    engine = Engine(config, size, checkpoint[1], quantization=scheme)
     try:
         with service_of(engine) as address:
-            for kind, transport in (
-                ("fsdp2", "broadcast"), ("zero3", "p2p"), ("fsdp2_tp", "p2p"), ("fsdp1", "ipc"),
-                ("fsdp2", "p2p"), ("fsdp2", "grpc_stream"),
-            ):  # fmt: skip
+            for kind, transport in ways:
                 truths[kind] = {name: CHANGES["all"](t) for name, t in truths[kind].items()}
                 answers = jobs[KINDS[kind]].ask(
                     kind=kind, change="all", address=address, transport=transport,
@@ -170,9 +186,10 @@ def test_quantised_ranks_hold_what_they_make_of_it(checkpoint, jobs, truths) -> 
                 )  # fmt: skip
                 receipts = [answer.get("receipt", answer) for answer in answers]
                 assert receipts[0].get("transport") == transport, receipts
+                assert receipts[0]["details"]["quantization"] == scheme
                 wanted = digests(truths[kind])
                 assert receipts[0]["digest"] == sum(wanted.values()) % 2**64
-                fresh = Engine(config, 2, truths[kind], quantization="int8")
+                fresh = Engine(config, size, truths[kind], quantization=scheme)
                 try:
                     assert same(engine.live(), fresh.live()), (kind, transport)
                 finally:
