@@ -60,11 +60,14 @@ def write_release(path: Path, scheme: str, arch: str = "qwen3", seed: int = 0, *
     return files
 
 
-def write_mxfp4_release(path: Path, **shape) -> None:
-    """As gpt-oss is released: experts in four bits, random ones, all else in bfloat16."""
-    write_tiny(path, "gpt_oss", dtype=torch.bfloat16, **shape)
+def write_mxfp4_release(path: Path, seed: int = 0, **shape) -> dict[str, Tensor]:
+    """As gpt-oss is released: experts in four bits, random ones, all else in bfloat16; its tensors.
+
+    Scales of the first rows are such that our quantiser would choose others.
+    """
+    write_tiny(path, "gpt_oss", seed=seed, dtype=torch.bfloat16, **shape)
     [file] = path.glob("*.safetensors")
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + seed)
     files: dict[str, Tensor] = {}
     for name, tensor in load_file(file).items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -72,6 +75,7 @@ def write_mxfp4_release(path: Path, **shape) -> None:
             continue
         experts, inputs, outputs = tensor.shape
         blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
+        blocks[:, :4] &= 0x33  # of magnitudes up to 1.5
         scales = torch.randint(118, 124, blocks.shape[:-1], generator=generator)
         files[f"{name}_blocks"], files[f"{name}_scales"] = blocks.byte(), scales.byte()
     save_file(files, file)
@@ -84,6 +88,7 @@ def write_mxfp4_release(path: Path, **shape) -> None:
         "quant_method": "mxfp4",
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(values))
+    return files
 
 
 def codes_and_scales(

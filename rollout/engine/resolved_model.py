@@ -16,6 +16,7 @@ from rollout.models.config import ModelConfig
 from rollout.models.module_map import ModuleMap
 from rollout.models.registry import Registry
 from rollout.models.remote_code import RemoteCode
+from rollout.weights.quantization import MXFP4
 from rollout.wire.frames import dtype_from_name
 
 
@@ -84,7 +85,11 @@ class ResolvedModel:
 
 def _holds_quantized(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether weights of this model can be held in fewer bits, under these settings."""
-    return model.hf_values is None and not (config.deterministic or config.components)
+    if model.hf_values is not None or config.deterministic or config.components:
+        return False
+    if model.quantization != MXFP4.name or model.moe is None or config.expert_parallel:
+        return True
+    return model.moe.expert_size // config.tensor_parallel_size % MXFP4.columns == 0
 
 
 def _check_task(task: str, model: ModelConfig) -> None:

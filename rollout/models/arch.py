@@ -37,13 +37,15 @@ class StackedArch:
     ``interleaved``: columns of the first alternate between gate and up, instead of gate's before
     up's. ``rows``: names of two others beside the module, ``[experts, 2 inner, hidden]`` and
     ``[experts, hidden, inner]``. ``bias``: both have one. ``clamped``: fields of alpha and limit,
-    and their defaults; see ``rollout.kernels.fused_experts``.
+    and their defaults; see ``rollout.kernels.fused_experts``. ``alone_in``: the scheme in which
+    releases have the experts and no other linear, "" where there is none.
     """
 
     interleaved: bool = False
     rows: tuple[str, str] | None = None
     bias: bool = False
     clamped: tuple[tuple[str, float], tuple[str, float]] | None = None
+    alone_in: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

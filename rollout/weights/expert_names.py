@@ -53,6 +53,12 @@ def is_expert(parts: list[str]) -> bool:
     )
 
 
+def expert_part(stacked: str, index: int) -> str:
+    """The name that a linear of one expert has by itself, of the tensor that stacks all of them."""
+    prefix, _, linear = stacked.rpartition(".")
+    return f"{prefix}.{index}.{linear}.weight"
+
+
 def memory_name(name: str) -> str:
     """What transformers 5 calls in memory what a file calls ``name``, by its components."""
     return ".".join(_MEMORY.get(part, part) for part in name.split("."))

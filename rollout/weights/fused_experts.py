@@ -7,7 +7,7 @@ transformers 5 keeps the experts of a layer in two tensors, ``X.experts.gate_up_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from rollout.weights import (
 )
 from rollout.weights.expert_names import EXPERT_NAMES, STACKED, memory_name
 from rollout.weights.fused_boxes import patch_of
+from rollout.weights.packed_rows import FileCodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +189,26 @@ def _part(
         part = value[stored.slices].squeeze(0)
         return part.T.contiguous() if transposed else part
     if isinstance(value, LazyTensor):
-        return LazyTensor(box.shape[1:], value.dtype, _reader(value, stored, transposed))
+        return _lazy(value, box.shape[1:], stored, transposed)
     if transposed:
         raise WeightMismatch(f"{name}: a patch of a transposed tensor is not supported")
     return patch_of(name, value, box, box.shape[1:])
 
 
-def _reader(value: LazyTensor, stored: Box, transposed: bool) -> Callable[[Box], Tensor]:
-    """Reads a box of one part out of the fused lazy tensor."""
+def _lazy(value: LazyTensor, shape: Shape, stored: Box, transposed: bool) -> LazyTensor:
+    """One part of the fused lazy tensor, read out of it; its codes are those of the whole."""
 
-    def read(box: Box) -> Tensor:
+    def within(box: Box) -> Box:
         starts, stops = box.starts, box.stops
         if transposed:
             starts, stops = starts[::-1], stops[::-1]
-        part = value.read(Box((0, *starts), (1, *stops)).shifted(stored.starts)).squeeze(0)
+        return Box((0, *starts), (1, *stops)).shifted(stored.starts)
+
+    def read(box: Box) -> Tensor:
+        part = value.read(within(box)).squeeze(0)
         return part.T if transposed else part
 
-    return read
+    def of_part(codes: FileCodes) -> FileCodes:
+        return FileCodes(codes.scheme, lambda box: codes.read(within(box)))
+
+    return LazyTensor(shape, value.dtype, read, tuple(map(of_part, value.codes)))

@@ -21,7 +21,8 @@ CODES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}  # of files and traine
 @dataclass(frozen=True, slots=True)
 class FileCodes:
     """What a file has of a weight in the grid of ``scheme``: ``read`` gives codes and scales of a
-    box of whole cells, as they are held."""
+    box of whole cells, as they are held; of stacked experts a box of one of them, as it lies there.
+    """
 
     scheme: Scheme
     read: Callable[[Box], tuple[Tensor, Tensor]]

@@ -158,12 +158,13 @@ def _powers(largest: Tensor) -> tuple[Tensor, Tensor]:
     return stored, torch.ldexp(torch.ones_like(largest), exponent)
 
 
+MXFP4 = Scheme(name="mxfp4", rows=1, columns=32, largest=6.0, codes="e2m1")
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
         Scheme(name="int8", rows=1, columns=0, largest=127.0, codes="int8"),
         Scheme(name="fp8", rows=1, columns=0, largest=448.0, codes="e4m3"),
         Scheme(name="fp8_block", rows=128, columns=128, largest=448.0, codes="e4m3"),
-        Scheme(name="mxfp4", rows=1, columns=32, largest=6.0, codes="e2m1"),
+        MXFP4,
     )
 }

@@ -57,13 +57,20 @@ def test_check_says_how_a_release_is_held_and_what_each_rank_takes(tmp_path, arc
 CODES = {"fp8_block": torch.float8_e4m3fn, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-def test_check_says_of_mxfp4_what_auto_does_with_it(tmp_path):
-    """Its attention has 16 bits, which a scheme for all linears would take from it."""
+def test_check_says_of_mxfp4_that_its_experts_are_held_as_they_are(tmp_path):
+    """Where ranks would cut what shares a scale, auto takes the values; attention has 16 bits."""
     write_mxfp4_release(tmp_path, hidden_size=64, intermediate_size=64)
     own, four = judged(tmp_path, quantization="auto"), judged(tmp_path, quantization="mxfp4")
-    assert (own.served, own.held) == ("natively", "bfloat16")
-    assert four.held == "mxfp4, made of what the files stand for"
-    assert four.rank_bytes[0] < own.rank_bytes[0] / 1.5
+    assert (own.served, own.held) == ("natively", "mxfp4, the files' own codes")
+    assert (four.held, four.rank_bytes) == (own.held, own.rank_bytes)
+    floats = judged(tmp_path)
+    assert floats.held.startswith("bfloat16, dequantised from mxfp4")
+    assert own.rank_bytes[0] < floats.rank_bytes[0] / 1.5
+    cut = {"quantization": "auto", "tensor_parallel_size": 4}
+    assert judged(tmp_path, **cut).held.startswith("bfloat16")
+    assert judged(tmp_path, **cut, expert_parallel=True).held == own.held
+    with pytest.raises(ConfigError, match=r"mxfp4.*choose another tensor_parallel_size"):
+        judged(tmp_path, quantization="mxfp4", tensor_parallel_size=4)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ GptOssForCausalLM = Arch(
             interleaved=True,
             bias=True,
             clamped=(("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+            alone_in="mxfp4",
         ),
         router="router",
         router_bias=True,

@@ -60,6 +60,15 @@ class Build:
             return False
         return True
 
+    @property
+    def linear_quantization(self) -> Scheme | None:
+        """Of linears that are no experts."""
+        scheme, moe = self.quantization, self.config.moe
+        stacked = None if moe is None else moe.arch.stacked
+        if scheme is None or (stacked is not None and stacked.alone_in == scheme.name):
+            return None
+        return scheme
+
     def linear_layout(self, *shapes: Shape, scheme: Scheme | None = None) -> Layout:
         """The layout of a linear weight ``[outputs, inputs]``, of its codes where it is quantised:
         tiles where they divide it, but for float8 and four bits, which no kernel reads so.
@@ -115,7 +124,7 @@ class Layer(nn.Module):
 
         ``others``: as of ``Build.linear_layout``.
         """
-        scheme = self.build.quantization
+        scheme = self.build.linear_quantization
         layout = self.build.linear_layout(shape, *others, scheme=scheme)
         if scheme is None:
             self.declare("weight", shape, layout)

@@ -72,8 +72,9 @@ def open_weights(
 
 
 def codes_of(files: Files, name: str) -> tuple[FileCodes, ...]:
-    """The codes that the files have of a quantised weight, by scheme; none of others."""
-    return files.codes(name) if isinstance(files, ScaledFiles) else ()
+    """The codes that the files have of a quantised weight, by scheme; none of others. Those of
+    experts in one tensor are read one expert at a time."""
+    return files.codes(name) if isinstance(files, ScaledFiles | Mxfp4Files) else ()
 
 
 def unpacked(files: Files, directory: Path) -> Files:

@@ -1,8 +1,10 @@
-"""Checkpoints whose experts are packed in mxfp4, read as the bfloat16 that they stand for."""
+"""Checkpoints whose experts are packed in mxfp4: as the bfloat16 that they stand for, or as their
+codes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights.packed_rows import FileCodes
+from rollout.weights.quantization import MXFP4
 
 if TYPE_CHECKING:
     from rollout.weights.files import Files
@@ -41,10 +45,29 @@ class Mxfp4Files:
             return self._files.read(name, box)
         (e0, k0, n0), (e1, k1, n1) = box.starts, box.stops
         g0, g1 = k0 // GROUP, -(-k1 // GROUP)
-        blocks = self._files.read(f"{name}{BLOCKS}", Box((e0, n0, g0, 0), (e1, n1, g1, GROUP // 2)))
-        scales = self._files.read(f"{name}{SCALES}", Box((e0, n0, g0), (e1, n1, g1)))
+        packed = self._packed(name, Box((e0, n0, g0), (e1, n1, g1)))
         start = k0 - g0 * GROUP
-        return unpacked(blocks, scales)[:, :, start : start + k1 - k0].transpose(1, 2)
+        return unpacked(*packed)[:, :, start : start + k1 - k0].transpose(1, 2)
+
+    def codes(self, name: str) -> tuple[FileCodes, ...]:
+        """Of stacked experts, whose boxes [1, 32 g, n] are codes [n, 16 g] and scales [n, g]."""
+        if f"{name}{BLOCKS}" not in self._files.metadata():
+            return ()
+        return (FileCodes(MXFP4, partial(self._read_codes, name)),)
+
+    def _read_codes(self, name: str, box: Box) -> tuple[Tensor, Tensor]:
+        (e0, k0, n0), (e1, k1, n1) = box.starts, box.stops
+        groups = Box((e0, n0, k0 // GROUP), (e1, n1, k1 // GROUP))
+        blocks, scales = self._packed(name, groups)
+        return blocks.flatten(2).squeeze(0), scales.squeeze(0)
+
+    def _packed(self, name: str, groups: Box) -> tuple[Tensor, Tensor]:
+        """Blocks [e, n, g, 16] and scales [e, n, g] of these groups."""
+        whole = Box((*groups.starts, 0), (*groups.stops, GROUP // 2))
+        return (
+            self._files.read(f"{name}{BLOCKS}", whole),
+            self._files.read(f"{name}{SCALES}", groups),
+        )
 
     def close(self) -> None:
         self._files.close()

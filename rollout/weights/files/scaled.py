@@ -23,7 +23,7 @@ from rollout.weights.packed_rows import (
     scale_grid,
     scheme_of,
 )
-from rollout.weights.quantization import Scheme
+from rollout.weights.quantization import MXFP4, Scheme
 
 if TYPE_CHECKING:
     from rollout.weights.files import Files
@@ -154,11 +154,13 @@ def _block_size(config: Path) -> Block | None:
 
 
 def scheme_name(packed: Mapping[str, object] | None, file: str) -> str:
-    """The scheme that a ``quantization_config`` says of all linears, "none" where none is its grid.
+    """The scheme that a ``quantization_config`` says of linears, "none" where none is its grid.
 
-    (mxfp4 is of experts alone: the attention of gpt-oss has 16 bits.)
+    (mxfp4 is of the experts alone, see ``StackedArch.alone_in``.)
     """
     method = None if packed is None else packed.get("quant_method")
+    if method == MXFP4.name:
+        return MXFP4.name
     if packed is None or is_packed_config(packed) or method not in ("fp8", COMPRESSED):
         return "none"
     block = block_size(packed, file)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from rollout.errors import WeightMismatch
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights.box import Box
+from rollout.weights.expert_names import expert_part
+from rollout.weights.files import mxfp4
 from rollout.weights.files.scaled import BLOCK, INPUT_SCALES, SCALES, WEIGHT
 from rollout.weights.packed_rows import (
     CODES,
@@ -18,7 +21,7 @@ from rollout.weights.packed_rows import (
     scale_grid,
     scheme_of,
 )
-from rollout.weights.quantization import Scheme
+from rollout.weights.quantization import MXFP4, Scheme
 
 
 def holds_codes(items: Iterable[tuple[str, Tensor]]) -> bool:
@@ -28,35 +31,39 @@ def holds_codes(items: Iterable[tuple[str, Tensor]]) -> bool:
 
 def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[tuple[str, Tensor]]:
     """``X.weight`` of float8_e4m3fn or int8 and its scales (``X.weight_scale_inv``, or ``_scale``)
-    as one tensor; others as they come.
+    as one tensor, ``X_blocks`` and ``X_scales`` of experts in mxfp4 as one of each expert; others
+    as they come.
 
     Where the engine holds X in that very grid (``naming.schemes``), codes and scales in bytes
-    (``packed_rows``); else the float32 that they stand for. Whichever comes first is copied until
+    (``packed_rows``); else the floats that they stand for. Whichever comes first is copied until
     the other does. Raises ``WeightMismatch`` where one never comes, or they do not fit.
     """
-    waiting: dict[str, tuple[Tensor, bool]] = {}
+    waiting: dict[str, tuple[str, Tensor, bool]] = {}
     for name, tensor in items:
         is_codes = _is_codes(name, tensor)
-        stem = name if is_codes else _scaled_by(name)
+        stem = _stem(name) if is_codes else _scaled_by(name, tensor)
         if stem is None:
             if not name.endswith(INPUT_SCALES):
                 yield name, tensor
             continue
         if stem not in waiting:
-            waiting[stem] = tensor.detach().clone(), is_codes
+            waiting[stem] = name, tensor.detach().clone(), is_codes
             continue
-        other, was_codes = waiting.pop(stem)
+        _, other, was_codes = waiting.pop(stem)
         if was_codes == is_codes:
             raise WeightMismatch(f"{name}: was sent twice")
         codes, scales = (tensor, other) if is_codes else (other, tensor)
-        yield stem, _together(stem, codes, scales, naming.schemes.get(stem))
+        if codes.dtype == torch.uint8:
+            yield from _experts(stem, codes, scales.to(codes.device), naming)
+        else:
+            yield stem, _together(stem, codes, scales, naming.schemes.get(stem))
     if waiting:
         wanted = "" if naming.dtype is None else f", the model wants {naming.dtype},"
         named = [
-            f"{stem} has dtype {tensor.dtype}{wanted} and came without its {stem}{SCALES[0]}"
+            f"{name} has dtype {tensor.dtype}{wanted} and came without its {_scales_of(name)}"
             if is_codes
-            else f"{stem}{SCALES[0]} came without its {stem}"
-            for stem, (tensor, is_codes) in waiting.items()
+            else f"{name} came without its {stem}"
+            for stem, (name, tensor, is_codes) in waiting.items()
         ]
         raise WeightMismatch(
             f"{'; '.join(named[:12])}: quantised values mean nothing without their "
@@ -66,15 +73,47 @@ def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[
 
 
 def _is_codes(name: str, tensor: Tensor) -> bool:
+    if tensor.dtype == torch.uint8:
+        return name.endswith(mxfp4.BLOCKS)
     return tensor.dtype in CODES and name.endswith(WEIGHT)
 
 
-def _scaled_by(name: str) -> str | None:
+def _stem(name: str) -> str:
+    """The weight that codes of this name are of."""
+    return name.removesuffix(mxfp4.BLOCKS)
+
+
+def _scales_of(name: str) -> str:
+    """What the scales of codes of this name are called."""
+    stem = _stem(name)
+    return f"{stem}{SCALES[0] if stem == name else mxfp4.SCALES}"
+
+
+def _scaled_by(name: str, tensor: Tensor) -> str | None:
     """The weight that a tensor of this name scales, or None."""
+    if tensor.dtype == torch.uint8 and name.endswith(mxfp4.SCALES):
+        return name.removesuffix(mxfp4.SCALES)
     for end in SCALES:
         if name.endswith(WEIGHT + end):
             return name.removesuffix(end)
     return None
+
+
+def _experts(
+    name: str, blocks: Tensor, scales: Tensor, naming: Naming
+) -> Iterator[tuple[str, Tensor]]:
+    """Blocks [E, n, g, 16] and scales [E, n, g] of stacked experts."""
+    if blocks.dim() != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+        raise WeightMismatch(
+            f"{name}{mxfp4.BLOCKS} {tuple(blocks.shape)} came with scales of shape "
+            f"{tuple(scales.shape)}: mxfp4 experts have [experts, rows, groups, 16] and one scale "
+            "a group; dequantise it first"
+        )
+    if naming.schemes.get(expert_part(name, 0)) is not MXFP4:
+        yield name, mxfp4.unpacked(blocks, scales).transpose(1, 2)
+        return
+    for index, (codes, powers) in enumerate(zip(blocks, scales, strict=True)):
+        yield expert_part(name, index), pack_rows(codes.flatten(1), powers)
 
 
 def _together(name: str, codes: Tensor, scales: Tensor, scheme: Scheme | None) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,7 +16,8 @@ from rollout.errors import ConfigError, SourceFailed
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import readable
-from rollout.weights import Box, TensorMeta
+from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights.expert_names import expert_part
 from rollout.weights.files import Files, codes_of, open_weights
 from rollout.weights.names import is_idle_bias
 from rollout.weights.packed_rows import FileCodes, pack_rows, packed_shape
@@ -32,13 +35,11 @@ class DirectorySource:
         self._path, self._naming, self.agreement = path, naming, agreement
         with _named(path):
             _, files = open_weights(path, mapped=False)
-            held = self._held(files)
+            sent = [one for meta in self._held(files) for one in self._sent(files, meta)]
             files.close()
-        with _named(path):
-            stand_ins = [self._stand_in(files, meta) for meta in held]
         self._metadata = tuple(
             TensorMeta(name, naming.dtype_of(name, t.dtype), tuple(t.shape))
-            for name, t in naming.bind_stream(stand_ins)
+            for name, t in naming.bind_stream((one.name, one.stand_in()) for one in sent)
         )
         if not self._metadata:
             raise SourceFailed(f"{path} holds no tensor; nothing can be sent")
@@ -64,15 +65,23 @@ class DirectorySource:
             )
         ]
 
-    def _stand_in(self, files: Files, meta: TensorMeta) -> tuple[str, Tensor]:
-        found, shape, dtype = self._codes(files, meta.name), meta.shape, meta.dtype
-        if found is not None:
-            shape, dtype = packed_shape(shape, found.scheme), torch.uint8
-        return meta.name, torch.empty(shape, dtype=dtype, device="meta")
+    def _sent(self, files: Files, meta: TensorMeta) -> Iterator[_Sent]:
+        """What goes of one of the files' tensors: its floats or, where the engine holds it so, the
+        codes; of experts in one tensor those of each by itself."""
+        name, shape, box = meta.name, meta.shape, Box.full(meta.shape)
+        if (codes := self._codes(files, name, name)) is not None:
+            yield _Sent.of_codes(name, shape, codes, box)
+        elif (codes := self._codes(files, name, expert_part(name, 0))) is not None:
+            experts, columns, rows = shape
+            for index in range(experts):
+                box = Box((index, 0, 0), (index + 1, columns, rows))
+                yield _Sent.of_codes(expert_part(name, index), (rows, columns), codes, box)
+        else:
+            yield _Sent(name, shape, meta.dtype, partial(files.read, name, box))
 
-    def _codes(self, files: Files, name: str) -> FileCodes | None:
-        """The file's own codes, where the engine holds the tensor in that grid."""
-        scheme = self._naming.schemes.get(self._naming.name_of(name) or "")
+    def _codes(self, files: Files, name: str, sent: str) -> FileCodes | None:
+        """The file's own codes, where the engine holds the tensor that is ``sent`` in that grid."""
+        scheme = self._naming.schemes.get(self._naming.name_of(sent) or "")
         return next((found for found in codes_of(files, name) if found.scheme is scheme), None)
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
@@ -80,13 +89,29 @@ class DirectorySource:
             _, files = open_weights(self._path, mapped=False)
             try:
                 for meta in self._held(files):
-                    box, codes = Box.full(meta.shape), self._codes(files, meta.name)
-                    tensor = (
-                        files.read(meta.name, box) if codes is None else pack_rows(*codes.read(box))
-                    )
-                    yield meta.name, readable(meta.name, tensor)
+                    for sent in self._sent(files, meta):
+                        yield sent.name, readable(sent.name, sent.read())
             finally:
                 files.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One tensor as it goes: floats, or codes and scales in bytes."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of_codes(cls, name: str, shape: Shape, codes: FileCodes, box: Box) -> Self:
+        """Those of a weight [N, K] = ``shape``, which the file has in ``box``."""
+        packed = packed_shape(shape, codes.scheme)
+        return cls(name, packed, torch.uint8, lambda: pack_rows(*codes.read(box)))
+
+    def stand_in(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @contextmanager
