@@ -1,6 +1,7 @@
 """Quantised weights beside bfloat16: linears alone, decoding, memory, updates, and logprobs.
 
     python benchmarks/quantized.py linears [--threads N]
+    python benchmarks/quantized.py fp8 [--threads N] [--rounds 3]
     python benchmarks/quantized.py experts [--threads N] [--rounds 3]
     python benchmarks/quantized.py again
     python benchmarks/quantized.py cells
@@ -9,7 +10,9 @@
 
 ``linears`` times this package's bfloat16 tiles, its int8 ones and torch's ``_int_mm`` (with the
 quantisation of the inputs) over 300 MB of equal weights, so that none stays in a cache; the best of
-several passes. ``experts`` does so with a mixture's experts, bfloat16 and int8 in turns: medians,
+several passes. ``fp8`` times, in turns, its bfloat16 tiles, a product of codes of each other
+scheme, one of float8 that is dequantised for it, and torch's ``_scaled_mm``: medians. ``experts``
+times a mixture's experts, bfloat16 and int8 in turns: medians,
 and the median ratio of a pair. ``again`` quantises what codes stand for once more, of scales that
 our quantiser chose and of others, and says what changes. ``cells`` counts the bytes of a delta
 of a bfloat16 matrix in which some elements, anywhere, have changed. ``engine`` starts an engine of
@@ -34,12 +37,14 @@ from torch import Tensor
 
 from rollout import Rollout, SamplingParams
 from rollout.kernels import (
+    dequantize,
     fused_experts,
     linear,
     quantize,
     quantized_experts,
     quantized_linear,
 )
+from rollout.kernels.quantized_linear import quantize_rows
 from rollout.weight_sync.protocol.cells import encode_cells
 from rollout.weight_sync.protocol.delta import encode
 from rollout.weights import PLAIN, Box, Layout, TileLayout
@@ -62,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("linears", "experts", "again", "cells", "engine"))
+    parser.add_argument("what", choices=("linears", "fp8", "experts", "again", "cells", "engine"))
     parser.add_argument("checkpoint", nargs="?", type=Path)
     parser.add_argument("--schemes", default="none,int8")
     parser.add_argument("--threads", type=int, default=2)
@@ -74,6 +79,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.what == "linears":
         linears()
+    elif args.what == "fp8":
+        fp8(args.rounds)
     elif args.what == "experts":
         experts(args.rounds)
     elif args.what == "again":
@@ -84,6 +91,70 @@ def main() -> None:
         parser.error("engine needs a CHECKPOINT")
     else:
         engines(args)
+
+
+def fp8(rounds: int) -> None:
+    for shape in SHAPES:
+        weight, tiles, whole = torch.randn(shape).bfloat16(), TileLayout(), Box.full(shape)
+        wide = torch.empty(tiles.storage_shape(shape), dtype=torch.bfloat16)
+        tiles.write(wide, shape, whole, weight)
+        held = {name: quantize(weight, SCHEMES[name]) for name in ("fp8", "fp8_block", "mxfp4")}
+        codes, scales = held["fp8"]
+        fours, layouts = TileLayout(inputs=4), {}
+        for name in ("fp8", "fp8_block"):
+            plain, own = held[name]
+            tiled = torch.empty(fours.storage_shape(shape), dtype=plain.dtype)
+            fours.write(tiled, shape, whole, plain)
+            held[name], layouts[name] = (tiled, own), fours
+        for rows in (1, 8, 64, 256):
+            x = torch.randn(rows, shape[1]).bfloat16()
+            runs: dict[str, Callable[[], object]] = {
+                "bfloat16": partial(linear, x, wide, None, tiles, shape),
+                **{
+                    name: partial(
+                        quantized_linear,
+                        x,
+                        *pair,
+                        None,
+                        layouts.get(name, PLAIN),
+                        shape,
+                        SCHEMES[name],
+                    )
+                    for name, pair in held.items()
+                },
+                "dequantised": partial(dequantised, x, codes, scales),
+                "_scaled_mm": partial(scaled_mm, x, codes, scales),
+            }
+            found = in_turns(runs, rounds)
+            said = ", ".join(f"{name} {time * 1e3:.2f}" for name, time in found.items())
+            print(f"{shape[0]} x {shape[1]}, {rows} rows, ms: {said}", flush=True)
+
+
+def dequantised(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """As float8 in rows is multiplied here: of the weight in bfloat16, made for each product."""
+    return torch.nn.functional.linear(x, dequantize(codes, scales, SCHEMES["fp8"], torch.bfloat16))
+
+
+def scaled_mm(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """The library's product: with one scale of each side, those of rows outside of it."""
+    quantized, factors = quantize_rows(x, SCHEMES["fp8"])
+    one = torch.ones(())
+    out = torch._scaled_mm(
+        quantized, codes.view(torch.float8_e4m3fn).t(), one, one, out_dtype=torch.float32
+    )
+    return (out * (factors * scales[:, 0])).to(x.dtype)
+
+
+def in_turns(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, after a turn that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if turn:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def experts(rounds: int) -> None:

@@ -24,6 +24,7 @@ from rollout.models.layers.linear import MergedColumnLinear, QKVLinear, RowLinea
 from rollout.models.layers.norm import RMSNorm
 from rollout.models.weight_table import SCALE
 from rollout.weights import TileLayout
+from rollout.weights.quantization import SCHEMES
 
 O_BIAS, DOWN_BIAS = 6, 11  # in _weights
 ATTENTIONS = (paged_attention, batch_invariant_attention)  # one native code, in one order
@@ -177,7 +178,7 @@ def _is_plain(block: nn.Module, inner: int, qk_norm: bool) -> bool:
         [type(each) for each in linears] == [QKVLinear, RowLinear, MergedColumnLinear, RowLinear]
         and all(type(norm) is RMSNorm for norm in norms)
         and all(isinstance(x, TileLayout) and x.rows == linear.TILE_ROWS for x in layouts)
-        and len({each.specs["weight"].scheme for each in linears}) == 1
+        and {each.specs["weight"].scheme for each in linears} in ({None}, {SCHEMES["int8"]})
         and mlp.down.local == inner
         and mlp.down.reduce
         and not any(each._forward_hooks or each._forward_pre_hooks for each in block.modules())

@@ -296,9 +296,9 @@ def _quantized_linears() -> Iterator[Case]:
                     rows, *shape = size
                     codes, scales = scheme.quantize(_randn(*shape) / 8)
                     layout: Layout = PLAIN
-                    if scheme.name == "int8" and not bias:
+                    if scheme.name != "mxfp4" and not bias:
                         plain, layout = codes, TileLayout(inputs=4)
-                        codes = torch.empty(layout.storage_shape(shape), dtype=torch.int8)
+                        codes = torch.empty(layout.storage_shape(shape), dtype=plain.dtype)
                         layout.write(codes, shape, Box.full(tuple(shape)), plain)
                     x = _randn(rows, 2, shape[1], seed=1)[:, 0].to(t)
                     b = _randn(shape[0], seed=2).to(t) if bias else None

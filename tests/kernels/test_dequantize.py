@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.kernels import dequantize
+from rollout.kernels import dequantize, quantized_linear
 from rollout.kernels.dequantize import cpu
+from rollout.weights import Box, TileLayout
 from rollout.weights.quantization import SCHEMES
 
 
@@ -42,3 +43,20 @@ def test_a_scale_that_is_none_makes_its_cell_none() -> None:
     [row] = dequantize(codes, scales, scheme, torch.bfloat16)
     assert (row[:32] == 1).all()
     assert row[32:].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_tiles_of_float8_multiply_by_what_every_code_stands_for(rows) -> None:
+    """Subnormals among them; a code that is no number spoils its own output alone."""
+    scheme, layout, shape = SCHEMES["fp8_block"], TileLayout(inputs=4), (32, 16)
+    codes = torch.arange(256).byte().repeat(2).view(shape)
+    codes[7, 15] = codes[15, 15] = codes[23, 15] = 0  # of NaN; the last one stays
+    tiles = torch.empty(layout.storage_shape(shape), dtype=torch.uint8)
+    layout.write(tiles, shape, Box.full(shape), codes)
+    x = torch.eye(16).bfloat16().repeat(3, 1)[:rows]
+    for factor in (1.0, -0.75):
+        scales = torch.full((32, 1), factor)
+        got = quantized_linear(x, tiles, scales, None, layout, shape, scheme)
+        wanted = factor * codes.view(torch.float8_e4m3fn).float().T.repeat(3, 1)[:rows]
+        assert torch.equal(got[:, :31].float(), wanted[:, :31])
+        assert bool(got[:, 31].isnan().all())

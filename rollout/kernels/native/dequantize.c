@@ -1,18 +1,8 @@
 /* Codes of float8 (e4m3) and of four bits (e2m1, the low half of a byte first) as bfloat16, times
  * the scale of their cell: the product in float32, rounded once. */
-#include "vec.h"
+#include "float8.h"
 
 typedef uint8_t vb __attribute__((vector_size(VW)));
-
-/* What bytes of e4m3 stand for. Subnormals go through integers: no denormal is ever loaded. */
-INLINE vf from_e4m3(vi code) {
-    vi size = code & 127, sign = (code & 128) << 24;
-    vf normal = (vf)((size << 20) + (120 << 23));
-    vf small = __builtin_convertvector(size, vf) * 0x1p-9f;
-    vf v = blend(size < 8, small, normal);
-    v = blend(size == 127, splat(NAN), v);
-    return (vf)((vi)v | sign);
-}
 
 /* What four bits stand for: halves of 0 1 2 3 4 6 8 12, by two bits of exponent and one more. */
 INLINE vf from_e2m1(vi code) {

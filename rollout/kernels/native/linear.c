@@ -68,6 +68,7 @@ INLINE void finish(const Linear *p, int64_t row, int rows, int64_t pair, int til
 
 #include "linear_amx.h"
 #include "linear_vectors.h"
+#include "linear_float8.h"
 
 /* 2: AMX; 1: bfloat16 dot products of AVX-512; 0: plain vectors. */
 EXPORT int32_t rollout_linear_level(void) {
@@ -133,4 +134,19 @@ EXPORT void rollout_linear(const uint16_t *x, int64_t x_row, const uint16_t *w,
     if (p.items < 2 || rows * outputs * inputs < 65536) threads = 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     share_out(&team, &p, level, threads);
+}
+
+/* The same of codes; outputs, gated, wide, level: as there. inputs: a multiple of four, and `cell`,
+ * which has one scale of each output, too (or is `inputs`). */
+EXPORT void rollout_float8_linear(const uint16_t *x, int64_t x_row, const uint8_t *codes,
+                                  const float *scales, const uint16_t *bias, void *out,
+                                  int64_t rows, int64_t outputs, int64_t inputs, int64_t cell,
+                                  int32_t gated, int32_t wide, int32_t level, int32_t threads) {
+    Linear p = prepared(x, x_row, 0, bias, out, rows, outputs, inputs, gated, 1, wide, level);
+    Coded c = {codes, scales, cell, (inputs + cell - 1) / cell};
+    Team team = {0};
+    p.items = p.items / p.groups * p.pairs;
+    if (p.items < 2 || rows * outputs * inputs < 65536) threads = 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    share_out_coded(&team, &p, &c, level);
 }

@@ -30,8 +30,7 @@ def quantized_linear(
     ``silu(first half) * second half``, [..., N / 2], rounded as if apart.
     int8 and fp8 (a scale for each row of W): each row of x is quantised, too, by its largest value:
     ``scale_x scale_w sum(codes of x * codes of w)``, of exact sums (int8), or (fp8) of sums in
-    bfloat16 where x is, else in float32. Others: W is dequantised to the dtype of x, and multiplied
-    as ``linear``.
+    float32. Others: W is dequantised to the dtype of x, and multiplied as ``linear``.
     """
     assert x.shape[-1] == shape[1], f"x {x.shape} does not fit a weight of shape {shape}"
     plain = plain_codes(codes, layout, shape, scheme)
@@ -42,9 +41,7 @@ def quantized_linear(
     if scheme.codes == "int8":
         sums = F.linear(quantized.double(), plain.double()).float()
     else:
-        # Every code is a bfloat16, too.
-        kind = x.dtype if x.dtype == torch.bfloat16 else torch.float32
-        sums = F.linear(quantized.to(kind), dequantize(plain, None, scheme, kind)).float()
+        sums = F.linear(quantized.float(), dequantize(plain, None, scheme, torch.float32))
     out = sums * (factors * scales[:, 0])
     out = (out if bias is None else out + bias.float()).to(x.dtype)
     return silu_mul.reference(out) if gated else out

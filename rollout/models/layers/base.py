@@ -71,14 +71,14 @@ class Build:
 
     def linear_layout(self, *shapes: Shape, scheme: Scheme | None = None) -> Layout:
         """The layout of a linear weight ``[outputs, inputs]``, of its codes where it is quantised:
-        tiles where they divide it, but for float8 and four bits, which no kernel reads so.
+        tiles where they divide it, but for four bits, which no kernel reads so.
 
         ``shapes``: its own, and those that it has on other numbers of ranks and that must lie
         alike, as their products are summed in another order.
         """
         tiles = TileLayout() if scheme is None else TileLayout(inputs=4)
         divides = all(s[0] % tiles.rows == 0 and s[1] % tiles.inputs == 0 for s in shapes)
-        known = scheme is None or scheme.codes == "int8"
+        known = scheme is None or scheme.codes in ("int8", "e4m3")
         return tiles if self.layout == "tiles" and divides and known else PLAIN
 
 

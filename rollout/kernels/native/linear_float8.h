@@ -1,0 +1,88 @@
+/* A linear of linear.c whose W is codes of float8, in tiles of 16 outputs by four inputs:
+ * [outputs / 16, inputs / 4, 16, 4]. An item's two tiles are decoded into memory that stays in a
+ * cache, as the bfloat16 that they are, and multiplied from there. Included there. */
+#include "float8.h"
+
+WORK_AREA(decoded_area)
+
+typedef struct {
+    const uint8_t *codes;
+    const float *scales; /* [outputs, cells of `cell` inputs], or null: none */
+    int64_t cell, cells;
+} Coded;
+
+/* The lower two codes of each word as two bfloat16, which hold every code. */
+#if DOTS
+INLINE vu decoded(vi words) {
+    const __m512i apart = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1));
+    const __m512i subnormals = _mm512_castsi128_si512(
+        _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    __m512i code = _mm512_shuffle_epi8((__m512i)words, apart);
+    __m512i size = _mm512_and_si512(code, _mm512_set1_epi16(127));
+    __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+    __mmask32 small = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
+    bits = _mm512_mask_permutexvar_epi16(bits, small, size, subnormals);
+    __mmask32 none = _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(127));
+    bits = _mm512_mask_mov_epi16(bits, none, _mm512_set1_epi16(0x7fc0));
+    __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(128)), 8);
+    return (vu)_mm512_or_si512(bits, sign);
+}
+#else
+INLINE vu decoded(vi words) {
+    vu even = (vu)from_e4m3(words & 255), odd = (vu)from_e4m3(words >> 8 & 255);
+    return even >> 16 | (odd & 0xffff0000u);
+}
+#endif
+
+INLINE vu scaled(vu two, vf scale) {
+    vf even = (vf)(two << 16) * scale, odd = (vf)(two & 0xffff0000u) * scale;
+    return grow(narrow(even)) | grow(narrow(odd)) << 16;
+}
+
+INLINE void decode_tile(const Linear *p, const Coded *c, int64_t tile, uint16_t *to, int scales) {
+    const uint8_t *from = c->codes + tile * TILE * p->inputs;
+    for (int64_t at = 0; at < p->inputs; at += c->cell) {
+        int64_t end = at + c->cell < p->inputs ? at + c->cell : p->inputs;
+        float of[TILE] = {0};
+        for (int r = 0; scales && r < TILE; r++)
+            of[r] = c->scales[(tile * TILE + r) * c->cells + at / c->cell];
+        for (int64_t k = at; k < end; k += 4)
+#pragma GCC unroll 4
+            for (int j = 0; j < SLICES; j++) {
+                vi words;
+                memcpy(&words, from + k * TILE + j * 4 * VW, sizeof words);
+                vu low = decoded(words), high = decoded(words >> 16);
+                if (scales) {
+                    vf scale = load(of, j * VW, 0);
+                    low = scaled(low, scale), high = scaled(high, scale);
+                }
+                memcpy(to + k * TILE + j * 2 * VW, &low, sizeof low);
+                memcpy(to + (k + 2) * TILE + j * 2 * VW, &high, sizeof high);
+            }
+    }
+}
+
+static void decode(const Linear *p, const Coded *c, int64_t tile, uint16_t *to) {
+    if (c->scales) decode_tile(p, c, tile, to, 1);
+    else decode_tile(p, c, tile, to, 0);
+}
+
+static void share_out_coded(Team *t, const Linear *p, const Coded *c, int32_t level) {
+    Widened own = {.row = -1};
+    int64_t tile = p->inputs * TILE, tiles = p->outputs / TILE;
+    Linear here = *p; /* any pair lies in the decoded memory */
+    uint16_t *to = decoded_area((size_t)tile * 2 * sizeof(uint16_t));
+    here.w = to, here.between = 0, here.within = tile;
+    for (int64_t i; (i = claim(t)) < p->items;) {
+        int64_t pair = i % p->pairs, row = i / p->pairs * p->stretch;
+        int64_t stop = row + p->stretch < p->rows ? row + p->stretch : p->rows;
+        int64_t first = p->gated ? pair : 2 * pair, second = p->gated ? pair + p->pairs : first + 1;
+        decode(p, c, first, to);
+        if (second < tiles) decode(p, c, second, to + tile);
+        if (!level && own.row != row) widen_rows(p, row, stop, &own);
+        if (!level) float_item(&here, &own, pair, 1);
+        else if (level > 1) amx_item(&here, row, stop, pair, 1);
+        else dot_item(&here, row, stop, pair, 1, pair);
+    }
+}
