@@ -12,9 +12,21 @@ INLINE vf from_e2m1(vi code) {
     return (vf)((vi)v | sign);
 }
 
+/* VW codes of four bits. */
+INLINE vi halves_at(const uint8_t *bytes) {
+    uint32_t words[(VW + 7) / 8] = {0};
+    memcpy(words, bytes, VW / 2);
+    vu all = words[0] - (vu){0};
+#if VW == 16
+    all = (vu)blend(LANES < 8, (vf)all, (vf)(words[1] - (vu){0}));
+#endif
+    return (vi)(all >> (vu)(LANES % 8 * 4)) & 15;
+}
+
 INLINE vi codes_at(const uint8_t *row, int64_t at, int64_t columns, int32_t halves) {
     int64_t n = columns - at < VW ? columns - at : VW;
-    if (!halves && n == VW) {
+    if (n == VW) {
+        if (halves) return halves_at(row + at / 2);
         vb bytes;
         memcpy(&bytes, row + at, sizeof bytes);
         return __builtin_convertvector(bytes, vi);
