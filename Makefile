@@ -49,13 +49,17 @@ browser:
 	command -v chromium >/dev/null || \
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 
-# What runs for its length. SEED=n for another course.
+# What runs for its length, three hours in all: the largest simulated fleet takes one of them.
+# SEED=n for another course.
 soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py --seconds 600 --seed $(or $(SEED),0)
 	$(BIN)/python benchmarks/soak_fleet.py --seconds 600 --seed $(or $(SEED),0)
 	$(BIN)/python benchmarks/fuzz.py --seconds 600 --seed $(or $(SEED),0)
-	$(BIN)/python -m rollout.fleet.simulator --members 4,16,64,256,1024 --updates 10000 \
+	$(BIN)/python benchmarks/simulated_fleets.py --members 4,16,64 --updates 10000 \
 		--faults 100000 --fault-rate 2 --limit 120 --seed $(or $(SEED),0)
+	$(BIN)/python benchmarks/simulated_fleets.py --members 4,16,64,256,1024 --updates 12000 \
+		--faults 100000 --fault-every 960 --of-all 0.05 --seed $(or $(SEED),0) \
+		--curve benchmarks/out/simulated_fleets.png
 	ROLLOUT_TEST_RANDOM=1 $(PYTEST)
 	ROLLOUT_TEST_FLEETS=2000 $(BIN)/pytest tests/fleet/test_faults_by_a_model.py
 	ROLLOUT_TEST_EXITS=30 $(BIN)/pytest -m "more or not more" tests/api/test_clean_exits.py

@@ -48,9 +48,11 @@ class Faults:
             "slow disk": self.slow_disk,
         }  # fmt: skip
 
-    def draw(self, rng: random.Random) -> None:
-        """One of them, of random length."""
+    def draw(self, rng: random.Random, of_all: float | None = None) -> None:
+        """One of them, of random length; see ``Simulation``."""
         kinds = [*DRAWN, *self.of_all]
+        if of_all is not None:
+            kinds = list(self.of_all if rng.random() < of_all else DRAWN)
         kind, name = rng.choice(kinds), rng.choice(list(self._fleet.engines))
         seconds = rng.uniform(0.1, 20.0 if kind == "crash" else 8.0)
         if kind in self.of_members:

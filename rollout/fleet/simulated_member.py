@@ -8,6 +8,8 @@ from rollout.errors import EngineRestarted, RolloutError
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
 
+KEPT = 64  # updates whose end a member remembers
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -93,6 +95,8 @@ class SimulatedMember:
             raise RolloutError("not prepared")
         self.prepared = None
         self.ended[decision.update_id] = decision.commit
+        if len(self.ended) > KEPT:
+            del self.ended[next(iter(self.ended))]
         if decision.commit:
             self._go_live(prepared)
         return decision.commit

@@ -1,6 +1,8 @@
 """The coordinator's own code among members, clocks, disks and a network that fail."""
 
 import random
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +44,35 @@ def test_64_members_and_a_thousand_updates():
     found = Simulation(members=64, seed=7, weather=weather, fault_rate=1.0).run(1000, 1000)
     assert found.commits > 800
     assert found.refounded == 0  # never all of 64 at once
+
+
+def test_a_course_ends_after_the_update_that_is_its_last_and_comes_to_rest():
+    simulation = Simulation(members=4, seed=1, fault_rate=1.0)
+    found = simulation.run(20, 20, over=lambda: True)
+    assert found.commits + found.aborts == 1
+    assert simulation.coordinator.serving == ["m0", "m1", "m2", "m3"]
+
+
+def test_faults_befall_members_or_what_all_depend_on_in_the_share_that_is_asked_for():
+    def course(share):
+        simulation = Simulation(members=8, seed=5, fault_rate=2.0, of_all=share)
+        assert simulation.run(20, 200).faults > 20
+        return simulation
+
+    members_alone, others_alone = course(0.0), course(1.0)
+    assert members_alone.life == 1 < others_alone.life
+    assert max(engine.epoch for engine in members_alone.engines.values()) > 8
+    assert max(engine.epoch for engine in others_alone.engines.values()) == 8
+
+
+@pytest.mark.more
+def test_a_curve_is_drawn_over_sizes(tmp_path):
+    script = Path(__file__).parents[2] / "benchmarks" / "simulated_fleets.py"
+    found = {members: Simulation(members=members, seed=1).run(5, 0) for members in (4, 8)}
+    rows = [{"members": members, **one.row()} for members, one in found.items()]
+    curve = tmp_path / "new" / "curve.png"
+    runpy.run_path(str(script))["draw"](rows, curve)
+    assert curve.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_faults_everything_commits_and_nobody_is_refused():
