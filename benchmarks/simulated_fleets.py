@@ -105,7 +105,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             color = {"total": "C0", "skew": "C1"}[name]
             times.plot(sizes, values, style, marker="o", color=color, label=text)
     times.set(yscale="log", ylabel="virtual seconds")
-    times.legend(fontsize=8)
+    times.legend(fontsize=7, loc=(0.02, 0.22))
     share = [100 * row["commits"] / (row["commits"] + row["aborts"]) for row in rows]
     shares.plot(sizes, share, marker="o", color="C2")
     shares.set(ylim=(0, 102), ylabel="% of updates that committed")
