@@ -159,6 +159,13 @@ def test_what_the_native_code_is_not_made_for_runs_op_by_op(tmp_path: Path) -> N
     assert _model(tmp_path / "mixture", "qwen3_moe").native_blocks is None
     assert _model(tmp_path / "odd", intermediate_size=120).native_blocks is None
     model = _model(tmp_path / "own")
+    config = ModelConfig.from_directory(tmp_path / "own")
+    float8 = build_model(
+        config, TensorParallel(), torch.bfloat16, "cpu", "tiles", quantization="fp8"
+    )
+    layer = float8.model.layers[0].mlp.down
+    assert layer.specs["weight"].layout.name == "tiles"
+    assert float8.native_blocks is None
     blocks = list(model.model.layers)
     assert NativeBlocks.of(model.build, blocks)
 
