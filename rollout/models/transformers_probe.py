@@ -230,7 +230,7 @@ def _rope_types(text: Any) -> set[str]:
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Where modules look at values that tensors without memory lack (which experts have tokens):
-    there are none, or 0."""
+    there are none, or 0; and what is split by such counts is the first part's."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -243,7 +243,17 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = (args[0], rows, *args[2:])
         if name == "aten::_local_scalar_dense" and args[0].is_meta:
             return 0
+        if name == "aten::_to_copy" and args[0].is_meta and _device(kwargs) == "cpu":
+            return torch.zeros(args[0].shape, dtype=(kwargs or {}).get("dtype") or args[0].dtype)
+        if name == "aten::split_with_sizes" and args[0].is_meta and not any(args[1]):
+            dim = args[2] if len(args) > 2 else 0
+            args = (args[0], [args[0].shape[dim], *args[1][1:]], *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _device(kwargs: Any) -> str:
+    device = (kwargs or {}).get("device")
+    return "" if device is None else torch.device(device).type
 
 
 def _no_rows(index: Tensor | None) -> list[Tensor | None]:

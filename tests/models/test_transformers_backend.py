@@ -211,6 +211,24 @@ def test_modules_that_keep_a_state_themselves_are_refused(tmp_path: Path) -> Non
         Rollout(str(tmp_path), **ENGINE)
 
 
+def test_experts_whose_tokens_are_counted_first_are_served(tmp_path: Path) -> None:
+    """JetMoe's split a step's tokens by counts, which modules without memory do not have."""
+    kind = transformers.JetMoeForCausalLM
+    config = kind.config_class(**SIZES | {"kv_channels": 16, "num_local_experts": 4})
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    with Rollout(str(tmp_path), **ENGINE) as engine:
+        found = outcome(engine)
+        assert engine.check_weights(model).equal
+    for prompt, (tokens, logprobs) in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        theirs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(logprobs), theirs, atol=1e-4)
+
+
 def test_the_check_before_a_start_says_by_whom_a_model_is_served_or_why_not(tmp_path: Path) -> None:
     ArceeForCausalLM(ArceeConfig(**SIZES)).save_pretrained(tmp_path)
     served = check(EngineConfig(model=str(tmp_path), **ENGINE)).served
