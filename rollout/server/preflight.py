@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 
@@ -163,7 +163,7 @@ def _examined(
         num_tensors=len(tables[0].slots),
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
         rank_bytes=tuple(_rank_bytes(table, dtype) for table in tables),
-        held=_held(config.quantization, model.quantization, dtype_name(dtype)),
+        held=_held(config, found, dtype_name(dtype)),
         tokenizer=_tokenizer(found.load_tokenizer(config)),
         kv_bytes_per_token=kv.token_bytes,
         positions=_positions(model, config.max_model_len or model.max_position_embeddings),
@@ -267,12 +267,15 @@ def _ranks(over: OverRanks) -> str:
     return f"on {sizes} ranks{why}, cut by {over.whole.planned_by}"
 
 
-def _held(asked: str, own: str, dtype: str) -> str:
-    """How linears are held: ``asked`` for, and what the files have."""
+def _held(config: EngineConfig, found: ResolvedModel, dtype: str) -> str:
+    """How linears are held: what was asked for, and what the files have."""
+    asked, own = config.quantization, found.config.quantization
     if asked == own:
         return dtype if own == "none" else f"{own}, the files' own codes"
     if asked == "none":
-        return f"{dtype}, dequantised from {own} (--quantization auto keeps what the files have)"
+        kept = found.settled(replace(config, quantization="auto")).quantization == own
+        hint = " (--quantization auto keeps what the files have)" if kept else ""
+        return f"{dtype}, dequantised from {own}{hint}"
     return f"{asked}, made of what the files stand for"
 
 

@@ -64,10 +64,12 @@ def test_check_says_of_mxfp4_that_its_experts_are_held_as_they_are(tmp_path):
     assert (own.served, own.held) == ("natively", "mxfp4, the files' own codes")
     assert (four.held, four.rank_bytes) == (own.held, own.rank_bytes)
     floats = judged(tmp_path)
-    assert floats.held.startswith("bfloat16, dequantised from mxfp4")
+    assert floats.held == (
+        "bfloat16, dequantised from mxfp4 (--quantization auto keeps what the files have)"
+    )
     assert own.rank_bytes[0] < floats.rank_bytes[0] / 1.5
     cut = {"quantization": "auto", "tensor_parallel_size": 4}
-    assert judged(tmp_path, **cut).held.startswith("bfloat16")
+    assert judged(tmp_path, **cut).held == "bfloat16, dequantised from mxfp4"
     assert judged(tmp_path, **cut, expert_parallel=True).held == own.held
     with pytest.raises(ConfigError, match=r"mxfp4.*choose another tensor_parallel_size"):
         judged(tmp_path, quantization="mxfp4", tensor_parallel_size=4)
