@@ -343,8 +343,8 @@ def test_when_its_coordinator_is_gone_a_fleet_stops_and_another_takes_it_over(
 
 
 def test_an_engine_is_a_member_of_one_fleet_at_a_time(engines, tmp_path):
-    Record(tmp_path / "first", LEASE).close()  # so that the first one's fence is the higher
-    first = Front(tmp_path / "first", engines[:1])
+    Record(tmp_path / "first").close()  # so that the first one's fence is the higher
+    first = Front(tmp_path / "first", engines[:1], lease=4 * LEASE)
     second = Fleet(Record(tmp_path / "second", LEASE), lease=LEASE)
     address = engines[0].address
     try:
@@ -355,7 +355,7 @@ def test_an_engine_is_a_member_of_one_fleet_at_a_time(engines, tmp_path):
         eventually(lambda: "member of another fleet" in second.whys())
         assert first.rollout.generate([[1, 2]], GREEDY)[0].finished
         # Each fleet counts its coordinators by itself: none is stale because of the other's.
-        first.close()
+        first.fleet.remove(address)
         second.wait_serving(1, 60)
         assert second.promise.fence < 2
     finally:
