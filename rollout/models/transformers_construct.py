@@ -31,12 +31,9 @@ def construct(
 
     ``attention``: the implementation, ours or their own. ``hollow``: parameters have no memory.
     """
-    from transformers.initialization import no_init_weights
-
     register()
     without = _parameters_without_memory() if hollow else nullcontext()
-    # One thread at a time: transformers sets the default dtype and initialisers of the process.
-    with _constructing, torch.device(device), no_init_weights(), without:
+    with unfilled(device), without:
         model: Any = kind._from_config(config, attn_implementation=attention, dtype=dtype)
         model.tie_weights()
     for module in model.modules():
@@ -50,6 +47,18 @@ def construct(
             parameter.data = parameter.data.to(weight_dtype(name, dtype))
     done: nn.Module = model.eval()
     return done
+
+
+@contextmanager
+def unfilled(device: torch.device) -> Iterator[None]:
+    """Modules of transformers that are made within, on ``device``, have parameters that nobody has
+    filled. One thread at a time: transformers sets the initialisers and the default dtype of the
+    process, and puts back what it has found.
+    """
+    from transformers.initialization import no_init_weights
+
+    with _constructing, torch.device(device), no_init_weights():
+        yield
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.models.layers.base import Build, whole_slot
+from rollout.models.transformers_construct import unfilled
 from rollout.models.vision_config import VisionConfig
 from rollout.models.weight_table import ParamSpec
 from rollout.weights import PLAIN, WeightSlot
@@ -48,11 +49,10 @@ class VisionTower(nn.Module):
 def _construct(config: VisionConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """With parameters that nobody has filled; what is computed of the config is there."""
     from transformers import AutoModel
-    from transformers.initialization import no_init_weights
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[config.tower["model_type"]]
-    with torch.device(device), no_init_weights():
+    with unfilled(device):
         tower: nn.Module = AutoModel.from_config(kind.from_dict(dict(config.tower)), dtype=dtype)
     for parameter in tower.parameters():
         parameter.requires_grad_(False)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,7 @@ from transformers import ArceeConfig, ArceeForCausalLM, Starcoder2Config, Starco
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.config import ModelConfig
+from rollout.models.transformers_construct import unfilled
 from rollout.models.transformers_lm import TransformersCausalLM
 from rollout.models.transformers_passes import Together, passes
 from rollout.server.preflight import check
@@ -275,3 +279,25 @@ def test_a_model_whose_attention_is_not_what_it_seems_is_refused(
     monkeypatch.setattr(theirs.Starcoder2Attention, "forward", silent)
     with pytest.raises(ConfigError, match="is not served: over pages its logprobs differ"):
         Rollout(str(tmp_path), **ENGINE)
+
+
+def test_modules_that_threads_make_at_a_time_leave_torchs_initialisers_as_they_were():
+    initialiser = torch.nn.init.normal_
+    others_turn, ended = threading.Event(), threading.Event()
+
+    def first():
+        with unfilled(torch.device("meta")):
+            others_turn.wait(0.5)  # which never comes: the other one is not within yet
+        ended.set()
+
+    def second():
+        with unfilled(torch.device("meta")):
+            others_turn.set()
+            ended.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        begun = pool.submit(first)
+        while torch.nn.init.normal_ is initialiser and not begun.done():
+            time.sleep(0.001)
+        pool.submit(second).result(60)
+    assert torch.nn.init.normal_ is initialiser
