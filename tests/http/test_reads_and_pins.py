@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import Served, serve
 from shared_engines import eventually, standing_still
 from tiny_models import write_tiny
 
@@ -26,9 +27,28 @@ ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The server's: an update with these weights changes the version alone."""
+    """An update with these weights changes the version alone."""
     path = tmp_path_factory.mktemp("same")
     return path, write_tiny(path, "qwen3", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def served(model: tuple[Path, Any]) -> Iterator[Served]:
+    """One of these tests' own: they update it."""
+    with serve(model[0], "--dtype", "float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{served.http}", timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def rollout(served: Served) -> Iterator[Rollout]:
+    with Rollout.connect(served.grpc) as made:
+        yield made
 
 
 def versions(choice: dict[str, Any]) -> set[int]:

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout import Rollout
 from rollout.server.http.tinker_futures import KeptResults
 
 SAMPLING = {"max_tokens": 3, "temperature": 0.0, "stop": []}
@@ -23,7 +22,7 @@ def retrieve(http: httpx.Client, request_id: str) -> httpx.Response:
     return http.post("/api/v1/retrieve_future", json={"request_id": request_id})
 
 
-def test_a_sample_that_is_sent_again_is_the_same_one(http: httpx.Client, rollout: Rollout) -> None:
+def test_a_sample_that_is_sent_again_is_the_same_one(http: httpx.Client) -> None:
     session = http.post("/api/v1/create_session", json={}).json()["session_id"]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
     name = http.post("/api/v1/create_sampling_session", json=body).json()["sampling_session_id"]
@@ -36,7 +35,7 @@ def test_a_sample_that_is_sent_again_is_the_same_one(http: httpx.Client, rollout
     assert answers[0].content == answers[1].content
     query = {"sequence_id": first["sample_sequence_ids"][0]}
     told = http.get("/api/v1/weight_versions", params=query).json()
-    assert told["versions"] == [rollout.weight_version] * 3
+    assert told["versions"] == [0, 0, 0]
 
 
 def test_results_are_kept_within_bytes_and_for_a_while_after_they_were_told() -> None:
