@@ -270,10 +270,8 @@ class EmbeddedBackend:
                 f"{core.epoch}"
             )
         core.serving.check_fleet(grant.fleet)
-        if grant.epoch is None:
-            coordinator.check_fence(grant.fence, grant.fleet)
-        else:
-            coordinator.see_fence(grant.fence, grant.fleet)
+        coordinator.see_fence(grant.fence, grant.fleet, asks=grant.epoch is None)
+        if grant.epoch is not None:
             core.serving.grant(grant.until, (grant.fence, grant.serial), grant.returns, grant.fleet)
         return Standing(
             epoch=core.epoch,

@@ -319,6 +319,9 @@ def test_a_member_without_a_lease_serves_nobody_and_says_so(engines):
             backend.serve(Grant(fence=2, serial=9, epoch=stood.epoch, until=stood.clock + 60))
         backend.serve(Grant(fence=3, serial=3, epoch=stood.epoch, until=None))
         assert client.generate([[1, 2]], GREEDY)[0].finished
+        backend.serve(Grant(fence=4, epoch=None))  # a later coordinator, which begins by asking
+        with pytest.raises(VersionConflict, match="fencing epoch 3 is stale"):
+            backend.serve(Grant(fence=3, serial=4, epoch=stood.epoch, until=stood.clock + 60))
 
 
 def test_when_its_coordinator_is_gone_a_fleet_stops_and_another_takes_it_over(

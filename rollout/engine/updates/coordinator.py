@@ -180,22 +180,18 @@ class Coordinator:
             self.fence = max(self.fence, decision.fence or 0)
             return prepared.decided(decision)
 
-    def see_fence(self, fence: int, fleet: int = 0) -> None:
+    def see_fence(self, fence: int, fleet: int = 0, *, asks: bool = False) -> None:
         """Note the epoch of a coordinator, and of which fleet it is; ``VersionConflict`` if a later
-        one of that fleet was seen.
+        one of that fleet was seen. Of another fleet's that only ``asks`` nothing is noted.
         """
         with self._deciding:
-            self._check_fence(fence, fleet)
+            if not (fleet and self._fleet and fleet != self._fleet):  # each fleet counts its own
+                self._check_fence(fence)
+            elif asks:
+                return
             self.fence, self._fleet = fence, fleet or self._fleet
 
-    def check_fence(self, fence: int, fleet: int) -> None:
-        """As ``see_fence``, and nothing is noted."""
-        with self._deciding:
-            self._check_fence(fence, fleet)
-
-    def _check_fence(self, fence: int, fleet: int = 0) -> None:
-        if fleet and self._fleet and fleet != self._fleet:
-            return  # each fleet counts its own
+    def _check_fence(self, fence: int) -> None:
         if fence < self.fence:
             raise VersionConflict(
                 f"fencing epoch {fence} is stale: this engine has seen {self.fence}"
