@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.api.image_inputs import image_prompt
 from rollout.errors import InvalidRequest, PromptTooLong
-from rollout.generation import AnyPrompt, ContinuedPrompt, ImagePrompt, SamplingParams
+from rollout.generation import AnyPrompt, ContinuedPrompt, ImagePrompt, SamplingParams, parts_of
 from rollout.rpc.convert import Messages
 
 Prompts = AnyPrompt | Mapping[str, Any] | Sequence[AnyPrompt | Mapping[str, Any]]
@@ -38,8 +38,7 @@ def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[A
     for number, prompt in enumerate(each):
         if isinstance(prompt, Mapping):
             prompt = each[number] = image_prompt(prompt, f"prompt {number}")
-        if isinstance(prompt, ImagePrompt | ContinuedPrompt):
-            prompt = prompt.prompt
+        prompt, _, _ = parts_of(prompt)
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
         if listed and len(prompt) >= max_model_len + answerless:
             room = "" if answerless else " and one token at least must fit after it"

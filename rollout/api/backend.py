@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from rollout.errors import EngineError
-from rollout.generation import AnyPrompt, ChatOptions, RequestOutput, SamplingParams
+from rollout.generation import AnyPrompt, ChatOptions, Completion, RequestOutput, SamplingParams
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
@@ -75,7 +75,10 @@ class Backend(Protocol):
         options: ChatOptions,
         *,
         stream: bool,
-    ) -> Outputs: ...
+        delivered: Sequence[tuple[Completion, ...]] | None = None,
+    ) -> Outputs:
+        """``delivered``: what another engine has answered of each, as a ``ContinuedPrompt``'s."""
+        ...
 
     async def tokenize(
         self,

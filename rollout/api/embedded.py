@@ -34,10 +34,10 @@ from rollout.errors import (
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
-    ContinuedPrompt,
-    ImagePrompt,
+    Completion,
     RequestOutput,
     SamplingParams,
+    parts_of,
 )
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
@@ -105,12 +105,11 @@ class EmbeddedBackend:
         *,
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        plain = [p.prompt if isinstance(p, ImagePrompt | ContinuedPrompt) else p for p in prompts]
-        delivered = [p.delivered if isinstance(p, ContinuedPrompt) else () for p in prompts]
-        ids = await self.prompts.token_ids(plain)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in plain]
-        files = [p.images if isinstance(p, ImagePrompt) else () for p in prompts]
-        ids, images = await self.prompts.placed(ids, files)
+        parts = [parts_of(prompt) for prompt in prompts]
+        ids = await self.prompts.token_ids([given for given, _, _ in parts])
+        texts = [given if isinstance(given, str) else None for given, _, _ in parts]
+        ids, images = await self.prompts.placed(ids, [files for _, files, _ in parts])
+        delivered = [done for _, _, done in parts]
         async with contextlib.aclosing(
             self._calls.run(ids, texts, params, request_ids, stream, images, delivered)
         ) as outputs:
@@ -129,6 +128,7 @@ class EmbeddedBackend:
         options: ChatOptions,
         *,
         stream: bool,
+        delivered: Sequence[tuple[Completion, ...]] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         chats = await self.prompts.chats(conversations, options)
         async with contextlib.aclosing(
@@ -139,6 +139,7 @@ class EmbeddedBackend:
                 request_ids,
                 stream,
                 [chat.images for chat in chats],
+                delivered,
             )
         ) as outputs:
             async for item in outputs:

@@ -33,6 +33,7 @@ from rollout.generation import (
     AnyPrompt,
     ChatOptions,
     ClassificationOutput,
+    Completion,
     ContinuedPrompt,
     EmbeddingOutput,
     ImagePrompt,
@@ -253,16 +254,19 @@ class GenerationVerbs(ABC):
         *,
         request_ids: Sequence[str] | None = None,
         stream: bool = True,
+        delivered: Sequence[tuple[Completion, ...]] | None = None,
         **options: Any,
     ) -> Outputs:
-        """As ``stream_many``, for conversations; ``options`` as for ``chat``."""
+        """As ``stream_many``, for conversations; ``options`` as for ``chat``. ``delivered``: what
+        another engine has answered of each, as a ``ContinuedPrompt``'s.
+        """
         chat = ChatOptions.from_dict(options)
         await self.start()
         each = as_conversations(messages)
         if any(has_images(one) for one in each):
             each = await asyncio.to_thread(lambda: [portable(one) for one in each])
         ids, many = as_ids(request_ids, len(each)), self._params(params, len(each))
-        outputs = self.backend.chat(each, many, ids, chat, stream=stream)
+        outputs = self.backend.chat(each, many, ids, chat, stream=stream, delivered=delivered)
         async with aclosing(outputs):
             async for item in outputs:
                 yield item

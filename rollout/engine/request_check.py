@@ -121,11 +121,6 @@ class RequestCheck:
         given, params, name = request.delivered, request.params, f"request {request.request_id!r}"
         if not given:
             return
-        if params.structured_outputs or params.prompt_logprobs is not None or params.hidden_state:
-            raise InvalidRequest(
-                f"{name}: grammars, prompt logprobs and hidden states are not continued: send the "
-                "prompt again"
-            )
         if [one.index for one in given] != list(range(params.n)):
             raise InvalidRequest(f"{name}: {params.n} samples, in their order, are to be continued")
         longest = self._max_model_len - len(request.prompt_token_ids)

@@ -32,7 +32,7 @@ from rollout.fleet.replicas import Replicas
 from rollout.fleet.rollback import roll_back
 from rollout.fleet.stats import summed
 from rollout.fleet.update_log import KEPT_RECEIPTS, UpdateLog
-from rollout.generation import AnyPrompt, ChatOptions, SamplingParams
+from rollout.generation import AnyPrompt, ChatOptions, Completion, SamplingParams
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
@@ -179,11 +179,12 @@ class FleetBackend:
         options: ChatOptions,
         *,
         stream: bool,
+        delivered: Sequence[tuple[Completion, ...]] | None = None,
     ) -> Outputs:
         return self.calls.run(
             FleetCall(
                 prompts=conversations, params=self._floored(params), request_ids=request_ids,
-                stream=stream, options=options,
+                stream=stream, options=options, given=delivered,
             )
         )  # fmt: skip
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.generation import (
+    AnyPrompt,
     ChatOptions,
+    Completion,
     ContinuedPrompt,
     ImagePrompt,
     RequestOutput,
     SamplingParams,
+    parts_of,
 )
 from rollout.rpc.client import RolloutClient
 
@@ -25,7 +28,8 @@ class FleetCall:
     stream; ``left``: the rows that have not finished.
 
     Requests without a seed get one here, so that whichever member goes on draws the same tokens.
-    ``sessions``: of each row; the members are not told.
+    ``sessions``: of each row; the members are not told. ``given``: of each conversation, what
+    another engine has answered of it before this call.
     """
 
     prompts: Sequence[Any]
@@ -33,6 +37,7 @@ class FleetCall:
     request_ids: Sequence[str]
     stream: bool
     options: ChatOptions | None = None
+    given: Sequence[tuple[Completion, ...]] | None = None
     begun: dict[int, RequestOutput] = field(default_factory=dict)
     left: set[int] = field(init=False)
     sessions: Sequence[str | None] = field(init=False)
@@ -49,22 +54,34 @@ class FleetCall:
         """Of these rows by a member: all are new, or all have begun elsewhere."""
         params = [self.params[row] for row in rows]
         ids = [self.request_ids[row] for row in rows]
-        if rows[0] in self.begun:
-            last = [self.begun[row] for row in rows]
-            prompts = [ContinuedPrompt(tuple(o.prompt_token_ids), tuple(o.outputs)) for o in last]
-            return client.generate(prompts, params, ids, stream=self.stream)
-        given = [self.prompts[row] for row in rows]
-        if self.options is not None:
-            return client.chat(given, params, ids, self.options, stream=self.stream)
-        return client.generate(given, params, ids, stream=self.stream)
+        begun = rows[0] in self.begun
+        if self.options is not None and not (begun and all(map(self._is_plain, rows))):
+            return client.chat(
+                [self.prompts[row] for row in rows], params, ids, self.options,
+                stream=self.stream, delivered=[self._delivered(row) for row in rows],
+            )  # fmt: skip
+        return client.generate([self._prompt(row) for row in rows], params, ids, stream=self.stream)
 
-    def can_go_on(self, row: int) -> bool:
-        """Whether another member can take the row over: a new one, or a stream of plain tokens."""
-        if row not in self.begun:
-            return True
-        params, prompt = self.params[row], self.prompts[row]
-        special = params.structured_outputs, params.hidden_state or None, params.prompt_logprobs
-        return all(value is None for value in special) and not _has_images(prompt)
+    def _prompt(self, row: int) -> AnyPrompt:
+        """As a member takes it that may have to go on behind what was delivered."""
+        last = self.begun.get(row)
+        given: AnyPrompt = self.prompts[row]
+        if last is None:
+            return given
+        text, images, _ = parts_of(given)
+        whole = ImagePrompt(text, images) if images else tuple(last.prompt_token_ids)
+        return ContinuedPrompt(whole, tuple(last.outputs))
+
+    def _delivered(self, row: int) -> tuple[Completion, ...]:
+        """Of a conversation."""
+        if row in self.begun:
+            return tuple(self.begun[row].outputs)
+        return () if self.given is None else self.given[row]
+
+    def _is_plain(self, row: int) -> bool:
+        """Whether its token ids say all of a conversation: it shows no images."""
+        contents = (message.get("content") for message in self.prompts[row])
+        return all(isinstance(content, str | None) for content in contents)
 
     def delivered(self, row: int, output: RequestOutput, epoch: int) -> RequestOutput:
         """``output`` of a member as it leaves the fleet."""
@@ -74,18 +91,14 @@ class FleetCall:
         else:
             samples = zip(before.outputs, output.outputs, strict=True)
             kept = [old if old.finish_reason is not None else new for old, new in samples]
-            output = replace(output, epoch=epoch, prompt=before.prompt, outputs=kept)
+            scored = max(before.prompt_logprobs or [], output.prompt_logprobs or [], key=len)
+            output = replace(
+                output, epoch=epoch, prompt=before.prompt, outputs=kept,
+                prompt_logprobs=scored or None,
+                hidden_state=before.hidden_state or output.hidden_state,
+            )  # fmt: skip
         if self.stream:
             self.begun[row] = output
         if output.finished:
             self.left.discard(row)
         return output
-
-
-def _has_images(prompt: Any) -> bool:
-    """Of a prompt, or of a conversation."""
-    if isinstance(prompt, ImagePrompt):
-        return True
-    messages = prompt if not isinstance(prompt, str) else ()
-    contents = (m.get("content") for m in messages if isinstance(m, Mapping))
-    return any(not isinstance(content, str | None) for content in contents)

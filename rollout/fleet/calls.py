@@ -170,7 +170,7 @@ class Calls:
                     lost.add(name, life)
                 if not again:
                     continue  # all that it had to say was said
-                if lost.count >= TRIES or not all(map(call.can_go_on, again)):
+                if lost.count >= TRIES:
                     raise
                 log.warning("member %s failed, its %d requests go on: %s", name, len(again), error)
                 if not self._loads(refused | lost.names()):

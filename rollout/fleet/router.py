@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.generation import AnyPrompt, ImagePrompt
+from rollout.generation import AnyPrompt, parts_of
 from rollout.weight_sync.protocol.membership import Standing
 
 CHUNK_TOKENS = 32
@@ -121,8 +121,7 @@ def _chunks(prompt: AnyPrompt | Sequence[Mapping[str, Any]]) -> tuple[list[bytes
 
 
 def _bytes_of(prompt: Any) -> tuple[bytes, int]:
-    if isinstance(prompt, ImagePrompt):
-        return _bytes_of(prompt.prompt)
+    prompt, _, _ = parts_of(prompt)
     if isinstance(prompt, str):
         return prompt.encode(errors="surrogatepass"), CHUNK_BYTES
     if prompt and isinstance(prompt[0], Mapping):

@@ -15,7 +15,13 @@ from rollout.generation.outputs import (
     VersionSpan,
 )
 from rollout.generation.packed_scores import PackedScores
-from rollout.generation.request import AnyPrompt, ContinuedPrompt, PromptInput, Request
+from rollout.generation.request import (
+    AnyPrompt,
+    ContinuedPrompt,
+    PromptInput,
+    Request,
+    parts_of,
+)
 from rollout.generation.sampling_mask import SamplingMask
 from rollout.generation.sampling_params import GREEDY_BELOW, TOKEN_PARAMS, SamplingParams
 from rollout.generation.scores import ScoreOutput, score_params, scored_rows
@@ -47,6 +53,7 @@ __all__ = [
     "VersionSpan",
     "classify_params",
     "embed_params",
+    "parts_of",
     "score_params",
     "scored_rows",
 ]

@@ -18,12 +18,24 @@ class ContinuedPrompt:
     seed that the first engine had, tokens are drawn as that one would have.
     """
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | ImagePrompt
     delivered: tuple[Completion, ...]
 
 
 PromptInput = str | Sequence[int]
 AnyPrompt = PromptInput | ImagePrompt | ContinuedPrompt
+
+
+def parts_of(
+    prompt: AnyPrompt,
+) -> tuple[PromptInput, tuple[bytes, ...], tuple[Completion, ...]]:
+    """The text or token ids of a prompt, the files of its images, and what was delivered of it."""
+    if isinstance(prompt, ContinuedPrompt):
+        given, images, _ = parts_of(prompt.prompt)
+        return given, images, prompt.delivered
+    if isinstance(prompt, ImagePrompt):
+        return prompt.prompt, prompt.images, ()
+    return prompt, (), ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from rollout.errors import (
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
+    Completion,
     ContinuedPrompt,
     ImagePrompt,
     RequestOutput,
@@ -131,9 +132,15 @@ class RolloutClient:
         options: ChatOptions,
         *,
         stream: bool,
+        delivered: Sequence[tuple[Completion, ...]] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        begun = delivered or [()] * len(conversations)
+        if any(begun) and "continued_chats" not in self.features:
+            raise InvalidRequest(
+                f"the service at {self.address} is of a version without continued conversations"
+            )
         request = pb.ChatRequest(
-            conversations=map(conversation_to_proto, conversations, request_ids),
+            conversations=map(conversation_to_proto, conversations, request_ids, begun),
             params=map(params_to_proto, self._known(params)),
             options_json=chat_options_to_json(options),
             stream=stream,

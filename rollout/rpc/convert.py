@@ -28,6 +28,7 @@ from rollout.generation import (
     SamplingMask,
     SamplingParams,
     VersionSpan,
+    parts_of,
 )
 from rollout.generation.metrics import EngineStats, HistogramSnapshot
 from rollout.rpc import rollout_pb2 as pb
@@ -57,17 +58,13 @@ def params_from_proto(message: Any) -> SamplingParams:
 
 
 def prompt_to_proto(prompt: AnyPrompt, request_id: str) -> Any:
-    given = prompt.prompt if isinstance(prompt, ImagePrompt | ContinuedPrompt) else prompt
-    images = prompt.images if isinstance(prompt, ImagePrompt) else ()
-    delivered = prompt.delivered if isinstance(prompt, ContinuedPrompt) else ()
+    given, images, delivered = parts_of(prompt)
+    begun = map(_completion_to_proto, delivered)
     try:
         if isinstance(given, str):
-            return pb.Prompt(text=given, request_id=request_id, images=images)
+            return pb.Prompt(text=given, request_id=request_id, images=images, delivered=begun)
         ids = pb.TokenIds(ids=given)
-        return pb.Prompt(
-            token_ids=ids, request_id=request_id, images=images,
-            delivered=map(_completion_to_proto, delivered),
-        )  # fmt: skip
+        return pb.Prompt(token_ids=ids, request_id=request_id, images=images, delivered=begun)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"prompt of request {request_id}: {error}") from error
 
@@ -77,15 +74,27 @@ def prompt_from_proto(message: Any) -> AnyPrompt:
     if kind is None:
         raise InvalidRequest("a prompt needs `text` or `token_ids`")
     given = str(message.text) if kind == "text" else list(message.token_ids.ids)
-    if message.delivered:
-        if isinstance(given, str) or message.images:
-            raise InvalidRequest("a prompt that is continued is one of token ids alone")
-        return ContinuedPrompt(tuple(given), tuple(map(_completion_from_proto, message.delivered)))
-    return ImagePrompt(given, tuple(message.images)) if message.images else given
+    prompt = ImagePrompt(given, tuple(message.images)) if message.images else given
+    if not message.delivered:
+        return prompt
+    if isinstance(prompt, str):
+        raise InvalidRequest("a prompt that is continued is one of token ids, or has images")
+    whole = prompt if isinstance(prompt, ImagePrompt) else tuple(prompt)
+    return ContinuedPrompt(whole, delivered_from_proto(message))
 
 
-def conversation_to_proto(messages: Messages, request_id: str) -> Any:
-    return pb.Conversation(messages_json=messages_to_json(messages), request_id=request_id)
+def delivered_from_proto(message: Any) -> tuple[Completion, ...]:
+    """Of a prompt, or a conversation."""
+    return tuple(map(_completion_from_proto, message.delivered))
+
+
+def conversation_to_proto(
+    messages: Messages, request_id: str, delivered: Sequence[Completion] = ()
+) -> Any:
+    return pb.Conversation(
+        messages_json=messages_to_json(messages), request_id=request_id,
+        delivered=map(_completion_to_proto, delivered),
+    )  # fmt: skip
 
 
 def messages_to_json(messages: Messages) -> bytes:

@@ -483,7 +483,6 @@ def test_what_cannot_be_continued_is_refused_by_name(engines):
         ("2 samples", (done,), {"n": 2}),
         ("none that can", (replace(done, token_ids=[999999] * 6, finish_reason=None),), {"n": 1}),
         ("none that can", (replace(done, weight_versions=(), finish_reason=None),), {"n": 1}),
-        ("prompt logprobs", (done,), {**GREEDY, "prompt_logprobs": 1}),
     ):
         with pytest.raises(InvalidRequest, match=why):
             engines[0].generate([ContinuedPrompt((1, 2, 3), delivered)], params)

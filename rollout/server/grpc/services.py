@@ -16,6 +16,7 @@ from rollout.generation import ChatOptions, SamplingParams
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import (
     chat_options_from_json,
+    delivered_from_proto,
     info_to_proto,
     messages_from_json,
     output_to_proto,
@@ -150,6 +151,7 @@ class GenerationService:
             _params(request.params, len(request.conversations)),
             request_ids=[c.request_id for c in request.conversations],
             stream=request.stream,
+            delivered=[delivered_from_proto(c) for c in request.conversations],
             **chat_options_from_json(request.options_json),
         )
 
