@@ -1,13 +1,13 @@
-"""What stands behind a ``Rollout``: an engine in this process, or a client of one elsewhere."""
+"""What stands behind a ``Rollout``: an engine of this process, a fleet's front, or a client."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.errors import EngineError
 from rollout.generation import AnyPrompt, ChatOptions, Completion, RequestOutput, SamplingParams
-from rollout.generation.metrics import EngineStats
+from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.channel import WeightChannel
@@ -17,6 +17,12 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.version import ServerInfo
+
+if TYPE_CHECKING:  # a client needs no engine
+    from rollout.api.prompts import PromptPreparer
+    from rollout.config import EngineConfig
+    from rollout.engine.tokenizer import Tokenizer
+    from rollout.engine.updates.vllm_session import VerbSession
 
 # (Index of the prompt in the call, output); closing it aborts what still runs.
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
@@ -29,6 +35,11 @@ class Backend(Protocol):
     prompt. ``params`` and ``request_ids`` have one entry per prompt. Closing the iterator aborts
     what is still running.
     """
+
+    @property
+    def served(self) -> ServedBackend | None:
+        """Itself, where this process serves it; None of a client, whose server is elsewhere."""
+        ...
 
     @property
     def link(self) -> WeightLink:
@@ -188,4 +199,126 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """End for good, in the calling thread; after ``disconnect``. Idempotent."""
+        ...
+
+
+class ServedBackend(Backend, Protocol):
+    """What servers need beside that: of an engine, or of a front that has members elsewhere."""
+
+    @property
+    def config(self) -> EngineConfig | None:
+        """The engine's; None of a front."""
+        ...
+
+    @property
+    def directory(self) -> str | None:
+        """The engine's checkpoint; None of a front."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The engine's, once it is loaded and if it has one; None of a front."""
+        ...
+
+    @property
+    def prompts(self) -> PromptPreparer | None:
+        """What makes token ids of prompts and chats; None where members do."""
+        ...
+
+    @property
+    def verbs(self) -> VerbSession | None:
+        """The low-level verbs, of which HTTP and gRPC share one session; None where no trainer's
+        group can have places for the ranks.
+        """
+        ...
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Where this process counts its updates, and notes what it follows."""
+        ...
+
+    @property
+    def fleet(self) -> Members | None:
+        """Who is in the fleet; None of one engine."""
+        ...
+
+    @property
+    def replicas(self) -> StartedMembers | None:
+        """Members that the front starts itself; None where it starts none."""
+        ...
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Tags that a sleep has given up."""
+        ...
+
+    @property
+    def max_adapters(self) -> int:
+        """How many are served beside the weights; 0: none, whether or not some can be merged."""
+        ...
+
+    @property
+    def adapter_limits(self) -> tuple[int, int] | None:
+        """The largest rank and the number of adapters that may be loaded from a directory here;
+        None where none may.
+        """
+        ...
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Of adapters that requests may name."""
+        ...
+
+    def load_lora_adapter(
+        self, name: str, path: str, *, inplace: bool = False, anywhere: bool = True
+    ) -> AdapterLoaded:
+        """Unless ``anywhere``, ``path`` has to lie under a ``weight_dirs``."""
+        ...
+
+    def update_once(self, source: Any, options: UpdateOptions) -> UpdateReceipt:
+        """Nothing new where the last one had this ``update_id``, and is live still."""
+        ...
+
+    def committed_at(self, version: int) -> float | None:
+        """When a recent version went live, by ``time.monotonic()``; None: it is not known."""
+        ...
+
+
+class Members(Protocol):
+    """Who is in a fleet. The fleet's own errors."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def version(self) -> int: ...
+
+    def members(self) -> list[dict[str, Any]]:
+        """Whether each serves, or why not; for people."""
+        ...
+
+    def add(
+        self,
+        address: str,
+        token: str | None = None,
+        name: str | None = None,
+        *,
+        tls_server_name: str | None = None,
+        ask: bool = False,
+    ) -> str: ...
+
+    def leave(self, name: str, notice: float) -> None: ...
+
+
+class StartedMembers(Protocol):
+    """Those that a front starts itself, and starts anew where they end."""
+
+    def describe(self) -> dict[str, Any]:
+        """How many there are to be, and what those wait for that are not ready; for people."""
+        ...
+
+    def scale(self, count: int) -> None: ...
+
+    def replace(self, name: str, notice: float) -> bool:
+        """Start another in the place of ``name``; False: it is none of these."""
         ...

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rollout.api.embedded import EmbeddedBackend
 from rollout.api.layer_comparison import LayerComparison, Place, TrainerRun
 from rollout.api.model_pair import plain_model, rebuilt_model, tensors_of
 from rollout.api.scored_samples import (
@@ -231,9 +230,9 @@ def _pattern(
 
 def _where(engine: Rollout, reference: Any, checkpoint: str | Path | None) -> Path:
     """The directory of the engine's config."""
-    backend = engine._async.backend
-    if isinstance(backend, EmbeddedBackend):
-        checkpoint = checkpoint or backend.core.directory
+    served = engine._async.backend.served
+    if served is not None:
+        checkpoint = checkpoint or served.directory
     if checkpoint is None and isinstance(reference, str | Path):
         checkpoint = reference
     if checkpoint is None:

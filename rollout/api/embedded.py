@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rollout
-from rollout.api.adapters import MergedAdapters
+from rollout.api.adapters import MAX_NAMES, MergedAdapters
 from rollout.api.image_inputs import take_images
 from rollout.api.prompts import PromptPreparer
 from rollout.api.running_calls import RunningCalls
@@ -19,6 +19,7 @@ from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.facts import layer_settings
+from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.near_link import NearLink
@@ -39,7 +40,8 @@ from rollout.generation import (
     SamplingParams,
     parts_of,
 )
-from rollout.generation.metrics import EngineStats
+from rollout.generation.metrics import EngineCounters, EngineStats
+from rollout.loader.peft_adapter import MAX_RANK
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.channel import WeightChannel
@@ -230,6 +232,30 @@ class EmbeddedBackend:
     async def stats(self) -> EngineStats:
         return self.core.stats()
 
+    # ---- what servers need ----
+
+    fleet = replicas = None
+
+    @property
+    def served(self) -> EmbeddedBackend:
+        return self
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self.core.counters
+
+    @property
+    def directory(self) -> str:
+        return self.core.directory
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.core.tokenizer
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        return frozenset(self.core.control.asleep)
+
     # ---- weights (blocking) ----
 
     @property
@@ -240,7 +266,6 @@ class EmbeddedBackend:
 
     @property
     def verbs(self) -> VerbSession:
-        """The low-level verbs, of which HTTP and gRPC share one session."""
         if self._verbs is None:
             raise EngineClosed("the engine has not been started: call start() first")
         return self._verbs
@@ -294,39 +319,31 @@ class EmbeddedBackend:
         return self.update_once(readable(path, self.config.weight_dirs, self.info()), options)
 
     def update_once(self, source: Any, options: UpdateOptions) -> UpdateReceipt:
-        """Nothing new where the last one had this ``update_id``, and is live still."""
-
         def read() -> UpdateReceipt:
             return publish(source, connect=lambda: self.link, options=options)
 
         return self._reads.run(options.update_id or "", options.timeout, read)
 
     @property
-    def weight_dirs(self) -> tuple[str, ...]:
-        """Under which the engine may read."""
-        return self.config.weight_dirs
-
-    @property
     def max_adapters(self) -> int:
-        """How many are served beside the weights; 0: they are merged."""
         return self.config.max_adapters
 
     @property
-    def max_lora_rank(self) -> int:
-        return self.config.max_lora_rank
+    def adapter_limits(self) -> tuple[int, int] | None:
+        config = self.config
+        if not config.weight_dirs:
+            return None
+        served = config.max_lora_rank, config.max_adapters
+        return served if config.max_adapters else (MAX_RANK, MAX_NAMES)
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """Of adapters that requests may name."""
         return (self.served_adapters if self.config.max_adapters else self.adapters).names
 
     def load_lora_adapter(
         self, name: str, path: str, *, inplace: bool = False, anywhere: bool = True
     ) -> AdapterLoaded:
-        """A PEFT directory's: into a slot, or where there are none merged into the weights.
-
-        Unless ``anywhere``, it has to lie under a ``weight_dirs``.
-        """
+        """A PEFT directory's: into a slot, or where there are none merged into the weights."""
         self.core.serving.check_alone(f"adapter {name!r:.300}")
         config, where = self.config, Path(path).expanduser().absolute()
         if not anywhere:
@@ -374,6 +391,9 @@ class EmbeddedBackend:
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return self.coordinator.receipts
+
+    def committed_at(self, version: int) -> float | None:
+        return self.coordinator.committed_at(version)
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Nothing to remember: an embedded engine has one life."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollout.api.async_rollout import AsyncRollout
 from rollout.api.embedded import EmbeddedBackend
 from rollout.api.layer_search import find_layer
 from rollout.api.sync_rollout import Rollout
@@ -153,9 +154,8 @@ def replay(
     if adapter is not None:
         had = {k: v for k, v in found.facts["settings"].items() if k in _OF_ADAPTERS}
         given |= {"max_adapters": 1, **had}
-    with Rollout(**given) as engine:
-        backend = engine._async.backend
-        assert isinstance(backend, EmbeddedBackend), "it was started here"
+    backend = EmbeddedBackend(EngineConfig.from_dict(given))
+    with Rollout.over(lambda: AsyncRollout.over(backend)) as engine:
         live = backend.digests(backend.config.start_timeout)
         facts = engine_facts(backend.config, 0, backend.core.rank_info)
         weights, differing, usable = _compared(found, live)

@@ -283,10 +283,10 @@ def _fleet(record: str, args: argparse.Namespace, tls: ClientTls | None = None) 
 @contextlib.asynccontextmanager
 async def _served(backend: FleetBackend, at: Listening) -> AsyncIterator[Up]:
     from rollout.api import AsyncRollout
-    from rollout.server.service import serving_over
+    from rollout.server.service import serving
 
     try:
-        async with serving_over(AsyncRollout.over(backend), at) as addresses:
+        async with serving(AsyncRollout.over(backend), at) as addresses:
             yield Up(*addresses, backend)
     finally:
         backend.close()

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,14 @@ from rollout.cli.flags import (
     model_of,
 )
 from rollout.cli.fleet import REPLICAS, serving_replicas
+from rollout.cli.following import check_followed, following
 from rollout.cli.service import Up, add_listening, check_slots, listening_of, run_service
-from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout.config import EngineConfig
-    from rollout.server.service import Addresses, Listening
+    from rollout.server.service import Listening
 
-_FOLLOW_WAIT = 5.0  # seconds for an update that is under way when the service ends
 ONE_ENGINE: tuple[Row, ...] = (
     ("--on-death", ("exit", "serve"), "exit",
      "when a rank's process has ended: exit (status 1, after 5 s in which calls get WorkerDied, "
@@ -54,12 +52,9 @@ def serve(args: argparse.Namespace) -> int:
     if args.replicas < 1:
         raise ConfigError("--replicas must be 1 or more")
     several = max(args.replicas, args.min_replicas or 1, args.max_replicas or 1) > 1
-    if args.follow is not None:
-        from rollout.weight_sync.versions.follower import allowed
-
-        allowed(args.follow, config.weight_dirs)
-        if several:
-            raise ConfigError("--follow goes with one engine: send a fleet its weights instead")
+    check_followed(args.follow, config.weight_dirs)
+    if args.follow is not None and several:
+        raise ConfigError("--follow goes with one engine: send a fleet its weights instead")
     service = serving_replicas(config, at, args) if several else _engine(args, config, at)
     return asyncio.run(run_service(args, service))
 
@@ -68,37 +63,15 @@ def serve(args: argparse.Namespace) -> int:
 async def _engine(
     args: argparse.Namespace, config: EngineConfig, at: Listening
 ) -> AsyncIterator[Up]:
+    from rollout.api import AsyncRollout
+    from rollout.api.embedded import EmbeddedBackend
     from rollout.server.service import serving
 
-    async with serving(config, at) as found, _following(args.follow, config, found):
-        died = found.died if args.on_death == "exit" else None
-        yield Up(found.http, found.grpc, found.backend, found.memory, died)
-
-
-@contextlib.asynccontextmanager
-async def _following(directory: str | None, config: Any, at: Addresses) -> AsyncIterator[None]:
-    """Updates from ``directory`` come from a thread beside the engine, through no port."""
-    if directory is None:
-        yield
-        return
-    from rollout.weight_sync.versions.follower import Follower
-
-    counters = at.counters
-    counters.following = directory
-
-    def note(error: str) -> None:
-        counters.follow_error = error
-        counters.follow_failures += bool(error)
-
-    follower = Follower(
-        directory, config.weight_dirs, lambda: at.link, timeout=config.timeout, on_state=note
-    )
-    ended = threading.Event()
-    thread = NativeThread("follow", lambda: follower.run(ended), ended.set)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        at.link.close()  # an update under way ends now, and changes nothing
-        await asyncio.to_thread(thread.join, _FOLLOW_WAIT)
+    backend = EmbeddedBackend(config)
+    core = backend.core
+    async with (
+        serving(AsyncRollout.over(backend), at) as (http, grpc),
+        following(args.follow, config.weight_dirs, config.timeout, backend),
+    ):
+        died = asyncio.wrap_future(core.died) if args.on_death == "exit" else None
+        yield Up(http, grpc, backend, str(core.memory), died)

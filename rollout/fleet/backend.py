@@ -33,7 +33,7 @@ from rollout.fleet.rollback import roll_back
 from rollout.fleet.stats import summed
 from rollout.fleet.update_log import KEPT_RECEIPTS, UpdateLog
 from rollout.generation import AnyPrompt, ChatOptions, Completion, SamplingParams
-from rollout.generation.metrics import EngineStats
+from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.channel import WeightChannel
@@ -61,6 +61,8 @@ class FleetBackend:
 
     reads_in_place = False
     joins = False
+    # Members have these, each its own.
+    config = directory = tokenizer = prompts = verbs = None
     local_address = LOOPBACK
 
     def __init__(
@@ -79,7 +81,7 @@ class FleetBackend:
         self._weight_dirs = tuple(weight_dirs)
         self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
         self._files = AdapterFiles(lambda: self.adapters)
-        self.max_adapters = self.max_lora_rank = 0  # of its members, as they were at the start
+        self.max_adapters = self._max_lora_rank = 0  # of its members, as they were at the start
         self.replicas = replicas
         self._timeout, self._starting, self._launched = start_timeout, asyncio.Lock(), False
         self._log = UpdateLog()
@@ -102,7 +104,7 @@ class FleetBackend:
                 await asyncio.to_thread(self.replicas.start)
             await asyncio.to_thread(gather, self.fleet, self._timeout)
             info = await asyncio.to_thread(self.fleet.ask_any, lambda client: client.info())
-            self.max_adapters, self.max_lora_rank = info.max_adapters, info.max_lora_rank
+            self.max_adapters, self._max_lora_rank = info.max_adapters, info.max_lora_rank
             self.hold.find()
             await asyncio.to_thread(self.fleet.serve)
             self._started = await self._any(self._asked)
@@ -257,6 +259,14 @@ class FleetBackend:
     # ---- weights (blocking) ----
 
     @property
+    def served(self) -> FleetBackend:
+        return self
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self._log.counters
+
+    @property
     def link(self) -> FleetBackend:
         return self
 
@@ -317,9 +327,10 @@ class FleetBackend:
         return {one.name: one.version for one in self.fleet.promise.adapters}
 
     @property
-    def weight_dirs(self) -> tuple[str, ...]:
-        """Under which the front may read."""
-        return self._weight_dirs
+    def adapter_limits(self) -> tuple[int, int] | None:
+        """It merges none."""
+        loads = self._weight_dirs and self.max_adapters
+        return (self._max_lora_rank, self.max_adapters) if loads else None
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -356,6 +367,9 @@ class FleetBackend:
 
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return self._log.receipts
+
+    def committed_at(self, version: int) -> float | None:
+        return None
 
     def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
         """Nothing to remember: the record has it."""

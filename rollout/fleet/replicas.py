@@ -179,6 +179,12 @@ class Replicas:
                 for name in late
             }
 
+    def describe(self) -> dict[str, Any]:
+        """For people."""
+        return {
+            "count": self.count, "min": self.least, "max": self.most, "starting": self.starting(),
+        }  # fmt: skip
+
     def close(self) -> None:
         """End all. Idempotent."""
         with self._changed:
@@ -305,14 +311,6 @@ class Replicas:
             self._fleet.wait(may_leave, until - time.monotonic())
             self._fleet.leave(name, max(until - time.monotonic(), 0.0))
         self._gone(name, replica, end.why)
-
-
-def describe(replicas: Replicas) -> dict[str, Any]:
-    """For people."""
-    return {
-        "count": replicas.count, "min": replicas.least, "max": replicas.most,
-        "starting": replicas.starting(),
-    }  # fmt: skip
 
 
 def is_name(name: str) -> bool:

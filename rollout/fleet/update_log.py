@@ -15,16 +15,16 @@ class UpdateLog:
     """Each counts once, however many members took part. Written by the threads of updates."""
 
     def __init__(self) -> None:
-        self._counters = EngineCounters()
+        self.counters = EngineCounters()
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
 
     def committed(self, receipt: UpdateReceipt) -> None:
         self._receipts.append(receipt)
-        self._counters.updates += 1
+        self.counters.updates += 1
 
     def failed(self, update_id: str, reason: str) -> None:
         """``update_id``: "" for one that had not begun."""
-        self._counters.record_failed_update(update_id or NOT_BEGUN, reason)
+        self.counters.record_failed_update(update_id or NOT_BEGUN, reason)
 
     @property
     def receipts(self) -> tuple[UpdateReceipt, ...]:
@@ -33,6 +33,9 @@ class UpdateLog:
 
     def figures(self) -> dict[str, Any]:
         """Fields of ``EngineStats``."""
-        names = "weight_updates_total", "weight_updates_failed_total", "weight_update_errors"
-        found = self._counters.snapshot()
+        names = (
+            "weight_updates_total", "weight_updates_failed_total", "weight_update_errors",
+            "following", "follow_error", "follow_failures_total",
+        )  # fmt: skip
+        found = self.counters.snapshot()
         return {name: found[name] for name in names}

@@ -262,6 +262,8 @@ class RolloutClient:
 
     # ---- weights (blocking) ----
 
+    served = None
+
     @property
     def link(self) -> RolloutClient:
         return self

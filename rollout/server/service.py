@@ -1,4 +1,4 @@
-"""One engine behind its HTTP and gRPC servers, from start to a clean end."""
+"""An engine or a fleet behind its HTTP and gRPC servers, from start to a clean end."""
 
 from __future__ import annotations
 
@@ -16,39 +16,19 @@ from fastapi import FastAPI
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Backend
-from rollout.api.embedded import EmbeddedBackend
-from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK, host_port
-from rollout.engine.updates.near_link import NearLink
-from rollout.errors import ConfigError, EngineClosed, WorkerDied
-from rollout.generation.metrics import EngineCounters
+from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted
 from rollout.server.http.answers import AnswerDefaults, TokenText, token_id_text
 from rollout.server.http.app import build_app
 from rollout.server.http.open_routes import OpenRoutes
+from rollout.server.http.responses import tokenizer_of
 from rollout.server.http.root_path import RootPath, check_root_path
 
 log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that open HTTP connections get at the end
-
-
-@dataclass(frozen=True, slots=True)
-class Addresses:
-    """Where the service listens, "host:port" each; ``memory`` says what its ranks take.
-
-    ``died`` is done once a rank's process has ended, with the error that every call gets then.
-    ``backend``: the engine. ``counters`` and ``link``: its, for what else runs in its process.
-    """
-
-    http: str
-    grpc: str
-    memory: str
-    died: asyncio.Future[WorkerDied]
-    backend: Backend
-    counters: EngineCounters
-    link: NearLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,28 +65,12 @@ class Listening:
 
 
 @asynccontextmanager
-async def serving(config: EngineConfig, at: Listening) -> AsyncIterator[Addresses]:
-    """Everything up inside the block, everything gone after it.
+async def serving(rollout: AsyncRollout, at: Listening) -> AsyncIterator[tuple[str, str]]:
+    """Everything up inside the block, everything gone after it; where HTTP and gRPC listen,
+    "host:port" each.
 
-    Raises ``ConfigError`` for a busy port before any weight is read, and whatever starting the
-    engine raises.
-    """
-    rollout = AsyncRollout(**config.to_dict())
-    backend = rollout.backend
-    assert isinstance(backend, EmbeddedBackend)
-    core = backend.core
-    async with serving_over(rollout, at) as (http, grpc):
-        yield Addresses(
-            http, grpc, str(core.memory), asyncio.wrap_future(core.died), backend,
-            core.counters, backend.link,
-        )  # fmt: skip
-
-
-@asynccontextmanager
-async def serving_over(rollout: AsyncRollout, at: Listening) -> AsyncIterator[tuple[str, str]]:
-    """The same over an engine or a fleet that somebody else has made: where HTTP and gRPC listen.
-
-    It is shut down at the end.
+    Raises ``ConfigError`` for a busy port before any weight is read, and whatever starting
+    ``rollout`` raises; its engine or fleet is shut down at the end.
     """
     context = None if at.tls is None else at.tls.context()
     async with contextlib.AsyncExitStack() as stack:
@@ -201,12 +165,10 @@ async def _http(
 
 
 def _token_text(rollout: AsyncRollout) -> TokenText:
-    """How an embedded engine's tokenizer writes one token, once it is loaded and if it has one."""
+    """How the engine's tokenizer writes one token, once it is loaded and if there is one here."""
 
     def text(token: int) -> str:
-        backend = rollout.backend
-        tokenizer = backend.core.tokenizer if isinstance(backend, EmbeddedBackend) else None
-        if tokenizer is None:
+        if (tokenizer := tokenizer_of(rollout)) is None:
             return token_id_text(token)
         return tokenizer.decode([token], skip_special_tokens=False)
 

@@ -16,14 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from rollout.api import AsyncRollout
-from rollout.api.embedded import EmbeddedBackend
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import WAKE_TAGS
 from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
 from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
-from rollout.fleet.backend import FleetBackend
-from rollout.server.verbs import Size, UpdateInfo, derived_id, engine_of
+from rollout.server.verbs import Size, UpdateInfo, derived_id, served_of, session_of
 from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weight_sync.versions.follower import looks
@@ -168,12 +166,12 @@ class SglangVerbs:
                 "base64, or use update_weights_from_distributed, update_weights_from_disk or "
                 "Rollout.connect(...).update_weights(model)"
             )
-        backend, tensors = self._served(), dict[str, torch.Tensor]()
+        served, tensors = served_of(self._rollout), dict[str, torch.Tensor]()
         for text in body.serialized_named_tensors:
             tensors |= _safetensors(text)
         told = derived_id("tensors", body)
         options = UpdateOptions(update_id=told, in_flight=body.in_flight, label=body.label)
-        receipt = await self._rollout.threads.run(lambda: backend.update_once(tensors, options))
+        receipt = await self._rollout.threads.run(lambda: served.update_once(tensors, options))
         return _done(f"version {receipt.version} is live")
 
     async def init_group(self, body: InitGroupBody) -> Document:
@@ -225,10 +223,10 @@ class SglangVerbs:
 
     async def relabel(self, body: VersionBody) -> Document:
         """The label of what is live, without an update."""
-        label, backend = str(body.new_version), self._embedded()
+        label, session = str(body.new_version), session_of(self._rollout)
         if body.abort_all_requests:
             await self._rollout.abort(None)
-        await self._rollout.threads.run(lambda: backend.coordinator.relabel(label))
+        await self._rollout.threads.run(lambda: session.relabel(label))
         return _done(f"Weight version updated to {label}") | {"new_version": label}
 
     async def end(self) -> Document:
@@ -260,9 +258,9 @@ class SglangVerbs:
 
         However often it is asked: clients ask again, and would sample from the old weights.
         """
-        missing = None
-        if isinstance(self._rollout.backend, EmbeddedBackend):  # a fleet takes no broadcasts
-            missing = await self._run(lambda verbs: verbs.incomplete())
+        served = self._rollout.backend.served
+        session = None if served is None else served.verbs  # a fleet takes no broadcasts
+        missing = None if session is None else await self._rollout.threads.run(session.incomplete)
         if missing is not None:
             raise IncompleteUpdate(
                 f"the weights that were sent make no whole model: {missing}. Generation is still "
@@ -276,8 +274,7 @@ class SglangVerbs:
 
         What was not asked for is there as before, so that a resume of the same tags serves again.
         """
-        at = self._served()
-        asleep = at.asleep if isinstance(at, FleetBackend) else at.core.control.asleep
+        asleep = served_of(self._rollout).asleep
         keep = set(WAKE_TAGS) - set(body.tags or _TAGS) - asleep
         if keep != set(WAKE_TAGS):
             await self._rollout.sleep(1)
@@ -289,17 +286,8 @@ class SglangVerbs:
         await self._rollout.wake_up(tags)
 
     async def _run(self, verb: Callable[[VerbSession], T]) -> T:
-        session = self._embedded().verbs
+        session = session_of(self._rollout)
         return await self._rollout.threads.run(lambda: verb(session))
-
-    def _served(self) -> EmbeddedBackend | FleetBackend:
-        backend = self._rollout.backend
-        if not isinstance(backend, EmbeddedBackend | FleetBackend):
-            raise ConfigError("these verbs are those of the engine's own server: ask it")
-        return backend
-
-    def _embedded(self) -> EmbeddedBackend:
-        return engine_of(self._rollout)
 
 
 async def server_info(rollout: AsyncRollout) -> Document:

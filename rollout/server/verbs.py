@@ -11,15 +11,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollout.api import AsyncRollout
-from rollout.api.adapters import MAX_NAMES
-from rollout.api.embedded import EmbeddedBackend
+from rollout.api.backend import ServedBackend
 from rollout.config import MAX_TIMEOUT
 from rollout.engine.updates.repeats import Caller
 from rollout.engine.updates.vllm_session import DEADLINE, TIMEOUT, VerbSession
 from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
-from rollout.fleet.backend import FleetBackend
-from rollout.loader.peft_adapter import MAX_RANK
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta
@@ -215,23 +212,28 @@ class Verbs:
         return Caller(update_id=body.update_id or "", peer=self._peer)
 
     async def _run(self, verb: Callable[[VerbSession], Any]) -> Any:
-        session = engine_of(self._rollout).verbs
+        session = session_of(self._rollout)
         return await self._rollout.threads.run(lambda: verb(session))
 
 
-def engine_of(rollout: AsyncRollout) -> EmbeddedBackend:
-    """What the verbs of one engine are for; ``ConfigError`` where it is not this process's."""
-    backend = rollout.backend
-    if isinstance(backend, FleetBackend):
+def served_of(rollout: AsyncRollout, what: str = "these verbs are those of") -> ServedBackend:
+    """``ConfigError`` where its server is elsewhere."""
+    if (served := rollout.backend.served) is None:
+        raise ConfigError(f"{what} the engine's own server: ask it")
+    return served
+
+
+def session_of(rollout: AsyncRollout) -> VerbSession:
+    """What the verbs of one engine are for; ``ConfigError`` where there is none here."""
+    session = served_of(rollout, "the weight verbs are those of").verbs
+    if session is None:
         raise ConfigError(
             "a trainer's group has places for the ranks of one engine, and a fleet's members come "
             "and go: send a fleet its weights with Rollout.connect(...).update_weights(model), or "
             "from a directory that its front reads (update_weights_from_disk, server_path=), or "
             "as safetensors (update_weights_from_tensor)"
         )
-    if not isinstance(backend, EmbeddedBackend):
-        raise ConfigError("the weight verbs are those of the engine's own server: ask it")
-    return backend
+    return session
 
 
 async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> Document:
@@ -292,8 +294,13 @@ def weight_info(info: WeightInfo) -> Document:
 
 
 async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
-    """The part of vLLM's resolved configuration that trainers read, and our own facts."""
+    """The part of vLLM's resolved configuration that trainers read, and our own facts. Settings are
+    None where no one engine of this process has them.
+    """
     info, weights = await rollout.server_info(), await rollout.weight_info()
+    served = rollout.backend.served
+    config = None if served is None else served.config
+    limits = None if served is None else served.adapter_limits
     cuda = weights.device.split(":")[0] == "cuda"
     return {
         "vllm_config": {
@@ -309,13 +316,15 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
                 "world_size": weights.tensor_parallel_size,
                 "data_parallel_size": 1,
                 "pipeline_parallel_size": 1,
-                "max_parallel_loading_workers": _setting(rollout, "max_parallel_loading_workers"),
+                "max_parallel_loading_workers": getattr(
+                    config, "max_parallel_loading_workers", None
+                ),
                 "disable_custom_all_reduce": True,
                 "tokenizer_pool_config": None,
-                "placement_group": _setting(rollout, "ray_placement_group"),
-                "worker_extension_cls": _setting(rollout, "worker_extension_cls") or "",
+                "placement_group": getattr(config, "ray_placement_group", None),
+                "worker_extension_cls": getattr(config, "worker_extension_cls", None) or "",
             },
-            "lora_config": _lora_config(rollout),
+            "lora_config": limits and {"max_lora_rank": limits[0], "max_loras": limits[1]},
         },
         "rollout": {
             "version": info.package_version,
@@ -324,21 +333,3 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
             "state": info.state,
         },
     }
-
-
-def _setting(rollout: AsyncRollout, name: str) -> Any:
-    """Of the engine, where it is this process's own; else None."""
-    backend = rollout.backend
-    return getattr(backend.config, name) if isinstance(backend, EmbeddedBackend) else None
-
-
-def _lora_config(rollout: AsyncRollout) -> Document | None:
-    """None where no adapter can be loaded: nobody has allowed a directory to read."""
-    backend = rollout.backend
-    if not isinstance(backend, EmbeddedBackend | FleetBackend) or not backend.weight_dirs:
-        return None
-    if backend.max_adapters:
-        return {"max_lora_rank": backend.max_lora_rank, "max_loras": backend.max_adapters}
-    if isinstance(backend, FleetBackend):
-        return None  # it merges none
-    return {"max_lora_rank": MAX_RANK, "max_loras": MAX_NAMES}

@@ -20,7 +20,6 @@ from starlette.testclient import TestClient
 from tiny_models import write_tiny
 
 from rollout import AsyncRollout, Rollout
-from rollout.config import EngineConfig
 from rollout.errors import EngineClosed, RolloutError
 from rollout.server.http.app import build_app
 from rollout.server.service import Listening, serving
@@ -171,7 +170,7 @@ async def test_the_http_port_answers_while_the_model_is_loaded(
     opened, done = asyncio.Event(), asyncio.Event()
 
     async def run() -> None:
-        async with serving(EngineConfig(model=str(model), **CPU), Listening(port=port)):
+        async with serving(AsyncRollout(model, **CPU), Listening(port=port)):
             opened.set()
             await done.wait()
 

@@ -12,8 +12,7 @@ from certificates import make_certificates
 from serving import Served, serve
 from tiny_models import write_tiny
 
-from rollout import Rollout
-from rollout.config import EngineConfig
+from rollout import AsyncRollout, Rollout
 from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.server.service import Listening, serving
@@ -89,7 +88,7 @@ def test_plain_http_is_not_answered(secured: Served) -> None:
 
 
 async def _serve(model: Path, tls: ServerTls) -> None:
-    async with serving(EngineConfig(model=str(model)), Listening(tls=tls)):
+    async with serving(AsyncRollout(model), Listening(tls=tls)):
         raise AssertionError("it started")
 
 

@@ -15,14 +15,10 @@ from rollout.weight_sync.transports import nearest_first
 
 
 class NearLink:
-    """The way to the weights within one process: bytes go with the calls, no group has to form.
-
-    ``close`` aborts an update that it has opened and that has not committed.
-    """
+    """The way to the weights within one process: bytes go with the calls, no group has to form."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._opened: Lease | None = None
 
     def info(self) -> WeightInfo:
         info = self._coordinator.info()
@@ -38,12 +34,7 @@ class NearLink:
         return self._coordinator.receipts
 
     def open(self) -> WeightChannel:
-        self._opened = Lease(self._coordinator)
-        return self._opened
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        return Lease(self._coordinator)
 
     def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
         raise TransferFailed("an engine in this process has one channel alone")

@@ -186,6 +186,10 @@ class VerbSession:
 
         return self._answers.run(Said("continue_generation", ANYBODY), act)
 
+    def relabel(self, label: str) -> None:
+        """Set the label of the live version, without an update."""
+        self._of.relabel(label)
+
     def refuse(self, reason: str, caller: Caller = ANYBODY) -> None:
         """An update's announcement makes no sense: end it, as one that fails in ``update``."""
 

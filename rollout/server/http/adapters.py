@@ -7,14 +7,12 @@ from typing import Any
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict
 
-from rollout.api import AsyncRollout
-from rollout.api.embedded import EmbeddedBackend
-from rollout.errors import ConfigError
-from rollout.fleet.backend import FleetBackend
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
+from rollout.server.verbs import served_of
 
 routes = Routes()
+LOADED_BY = "adapters are loaded by"
 
 
 class LoadBody(BaseModel):
@@ -43,9 +41,9 @@ async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
     """A slot takes it, or checkpoint + adapter become the next version; asked again, it is done
     already.
     """
-    backend = _served(rollout)
+    served = served_of(rollout, LOADED_BY)
     done = await rollout.threads.run(
-        lambda: backend.load_lora_adapter(
+        lambda: served.load_lora_adapter(
             body.lora_name, body.lora_path, inplace=body.load_inplace, anywhere=False
         )
     )
@@ -57,14 +55,8 @@ async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
 @routes.on("POST", "/unload_lora_adapter", Access.CONTROL)
 async def unload(rollout: Engine, body: UnloadBody) -> dict[str, Any]:
     """Of the live one that is merged: the checkpoint's weights become the next version."""
-    backend = _served(rollout)
-    found = await rollout.threads.run(lambda: backend.unload_lora_adapter(body.lora_name))
+    served = served_of(rollout, LOADED_BY)
+    found = await rollout.threads.run(lambda: served.unload_lora_adapter(body.lora_name))
     if not found:
         raise HTTPException(404, f"no adapter {body.lora_name!r:.300} is loaded")
     return {"message": f"adapter {body.lora_name!r} is unloaded"}
-
-
-def _served(rollout: AsyncRollout) -> EmbeddedBackend | FleetBackend:
-    if not isinstance(rollout.backend, EmbeddedBackend | FleetBackend):
-        raise ConfigError("adapters are loaded by the engine's own server: ask it")
-    return rollout.backend

@@ -12,7 +12,6 @@ from typing import Any
 from fastapi.responses import Response
 
 from rollout.api import AsyncRollout
-from rollout.api.embedded import EmbeddedBackend
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -88,10 +87,9 @@ async def state(rollout: Engine) -> dict[str, Any]:
 
 def _shown(receipt: UpdateReceipt, rollout: AsyncRollout) -> dict[str, Any]:
     """``committed``: by the clock of ``time``, where it is known."""
-    backend = rollout.backend
-    own = backend.coordinator if isinstance(backend, EmbeddedBackend) else None
+    served = rollout.backend.served
     return {
-        "committed": None if own is None else own.committed_at(receipt.version),
+        "committed": None if served is None else served.committed_at(receipt.version),
         "version": receipt.version,
         "label": receipt.label,
         "digest": f"{receipt.digest:016x}",

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from rollout.api.backend import Members, StartedMembers
 from rollout.errors import ConfigError
-from rollout.fleet.backend import FleetBackend
-from rollout.fleet.fleet import Fleet
-from rollout.fleet.replicas import Replicas, describe, is_name
+from rollout.fleet.replicas import is_name
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 
@@ -83,7 +82,7 @@ class ReplicasBody(BaseModel):
 @routes.on("GET", "/fleet/replicas", Access.GENERATION, at_once=True)
 async def replicas(rollout: Engine) -> dict[str, Any]:
     """How many engines the front starts, and what those wait for that are not there yet."""
-    return describe(_replicas(rollout))
+    return _replicas(rollout).describe()
 
 
 @routes.on("POST", "/fleet/replicas", Access.CONTROL, at_once=True)
@@ -91,10 +90,10 @@ async def scale(rollout: Engine, body: ReplicasBody) -> dict[str, Any]:
     """More of them, or fewer; answered before they are there, or gone."""
     found = _replicas(rollout)
     await asyncio.to_thread(found.scale, body.count)
-    return describe(found)
+    return found.describe()
 
 
-def _replicas(rollout: Engine) -> Replicas:
+def _replicas(rollout: Engine) -> StartedMembers:
     if (found := _started(rollout)) is None:
         raise ConfigError(
             "this front starts no engines: `rollout serve MODEL --replicas N` and `rollout fleet "
@@ -103,15 +102,16 @@ def _replicas(rollout: Engine) -> Replicas:
     return found
 
 
-def _started(rollout: Engine) -> Replicas | None:
-    backend = rollout.backend
-    return backend.replicas if isinstance(backend, FleetBackend) else None
+def _started(rollout: Engine) -> StartedMembers | None:
+    served = rollout.backend.served
+    return None if served is None else served.replicas
 
 
-def _fleet(rollout: Engine) -> Fleet:
-    if not isinstance(rollout.backend, FleetBackend):
+def _fleet(rollout: Engine) -> Members:
+    served = rollout.backend.served
+    if served is None or served.fleet is None:
         raise ConfigError(
             "this is one engine: only `rollout serve MODEL --replicas N` and `rollout fleet` have "
             "members"
         )
-    return rollout.backend.fleet
+    return served.fleet

@@ -16,10 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
-from rollout.api.embedded import EmbeddedBackend
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import DeadlineExceeded, InvalidRequest, RolloutError, VersionConflict
-from rollout.fleet.backend import FleetBackend
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.generation.sampling_params import MAX_NAME
 
@@ -143,8 +141,8 @@ async def sampled_by(
     the name is that of one that is served unmerged.
     """
     model = await served_model(rollout, asked)
-    backend = rollout.backend
-    if not isinstance(backend, EmbeddedBackend | FleetBackend) or not backend.max_adapters:
+    served = rollout.backend.served
+    if served is None or not served.max_adapters:
         return model, params
     base = (await rollout.server_info()).model
     name = model.removeprefix(f"{base}:")
@@ -158,11 +156,11 @@ async def sampled_by(
 
 def tokenizer_of(rollout: AsyncRollout) -> Tokenizer | None:
     """The engine's, where this is its own server and it has one."""
-    backend = rollout.backend
-    return backend.core.tokenizer if isinstance(backend, EmbeddedBackend) else None
+    served = rollout.backend.served
+    return None if served is None else served.tokenizer
 
 
 def adapter_names(rollout: AsyncRollout) -> tuple[str, ...]:
     """Of the adapters that requests may name as their model."""
-    backend = rollout.backend
-    return backend.adapter_names if isinstance(backend, EmbeddedBackend | FleetBackend) else ()
+    served = rollout.backend.served
+    return () if served is None else served.adapter_names

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
-from rollout.api.embedded import EmbeddedBackend
 from rollout.api.generation_verbs import in_order
 from rollout.api.image_inputs import image_file
 from rollout.api.prompts import PreparedChat
@@ -277,11 +276,11 @@ def _answer(output: RequestOutput, style: AnswerStyle, body: GenerateBody) -> Do
 async def render(rollout: Engine, body: ChatBody) -> Document:
     """The body of ``/inference/v1/generate`` that this chat would be."""
     model = await served_model(rollout, body.model)
-    backend = rollout.backend
-    if not isinstance(backend, EmbeddedBackend):
+    served = rollout.backend.served
+    if served is None or served.prompts is None:
         raise InvalidRequest("this server's engine is elsewhere: chats are rendered there")
     await rollout.start()
-    [chat] = await backend.prompts.chats([body.conversation()], body.chat_options())
+    [chat] = await served.prompts.chats([body.conversation()], body.chat_options())
     features = ImageFeatures.of(chat)
     plain, asked = SamplingParams(max_tokens=None), body.sampling()
     changed = {
@@ -376,8 +375,9 @@ async def collective_rpc(rollout: Engine, body: RpcBody) -> Document:
 
 
 async def _of_the_extension(rollout: AsyncRollout, body: RpcBody) -> list[Any]:
-    backend = rollout.backend
-    if not isinstance(backend, EmbeddedBackend) or backend.config.worker_extension_cls is None:
+    served = rollout.backend.served
+    config = None if served is None else served.config
+    if config is None or config.worker_extension_cls is None:
         raise InvalidRequest(
             f"method {body.method!r} is not served; {', '.join(RPC)} are, and methods of an "
             "engine's own --worker-extension-cls"

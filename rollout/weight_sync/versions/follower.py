@@ -1,4 +1,5 @@
-"""Follows a directory into which a trainer writes checkpoints or versions, and updates an engine.
+"""Follows a directory into which a trainer writes checkpoints or versions, and updates an engine,
+or a fleet.
 
     DIR/checkpoint-500/     any name that ends in a number: what a cold start reads, with an index
                             if sharded
@@ -32,8 +33,9 @@ from rollout.errors import (
     UpdateInProgress,
     WeightError,
 )
+from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.publisher import publish
@@ -83,7 +85,8 @@ class Follower:
     ) -> None:
         self._roots = [Path(root).resolve() for root in roots]
         self._directory = allowed(directory, roots)
-        self._connect, self._timeout = connect, timeout
+        self._reach, self._timeout = connect, timeout
+        self._opened: WeightChannel | None = None
         self._failed: dict[Path, object] = {}  # what it looked like when it could not be used
         self._said = ""  # the last error
         self._followed = 0  # the newest version that came from here
@@ -105,6 +108,11 @@ class Follower:
                         log.error("%s", text, exc_info=not isinstance(error, RolloutError))
                     self._note(text)
             stop.wait(poll)
+
+    def interrupt(self, reason: str) -> None:
+        """From another thread: an update under way ends now, and changes nothing."""
+        if self._opened is not None:
+            self._opened.abort(reason)
 
     def look(self) -> UpdateReceipt | None:
         """Update to the newest complete version, if there is a newer one than what is live.
@@ -137,6 +145,9 @@ class Follower:
         if receipt is None and problems:
             raise problems[0]
         return receipt
+
+    def _connect(self) -> WeightLink:
+        return _Watched(self._reach(), self)
 
     def _usable(self, candidate: Candidate, info: WeightInfo) -> Any | None:
         """What to update from; None where it is incomplete, or known to be of no use.
@@ -197,6 +208,22 @@ class Follower:
     def _note(self, error: str) -> None:
         self._said = error
         self._on_state(error)
+
+
+class _Watched:
+    """``link``, of which the follower knows the channel that was opened last."""
+
+    def __init__(self, link: WeightLink, of: Follower) -> None:
+        self.joins, self.local_address = link.joins, link.local_address
+        self.info, self.receipts = link.info, link.receipts
+        self._link, self._of = link, of
+
+    def open(self) -> WeightChannel:
+        self._of._opened = channel = self._link.open()
+        return channel
+
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
+        return self._link.join(request, secret, lane)
 
 
 class _Version(VersionSource):
