@@ -1,6 +1,6 @@
 """A trainer that only writes checkpoints, and a service that follows them: checkpoints on disk.
 
-    python trainer_examples/follow_checkpoints.py [--checkpoints N] [--output DIR]
+    python trainer_examples/follow_checkpoints.py [--checkpoints N] [--replicas N] [--output DIR]
 
 The trainer (a process of its own, which learns the sums from their answers) knows nothing of a
 service: every few steps it saves OUTPUT/checkpoint-STEP. `rollout serve --follow OUTPUT` makes each
@@ -60,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=int, default=8, help="to write, and to follow")
     parser.add_argument("--every", type=int, default=50, help="steps from one to the next")
     parser.add_argument("--lr", type=float, default=5e-4, help="of the trainer")
+    parser.add_argument("--replicas", type=int, default=1, help="of the engine, updated as one")
     parser.add_argument("--layers", type=int, default=5, help="of the model")
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn")
     parser.add_argument("--output", type=Path, default=Path("demo_output/checkpoints"), help="new")
@@ -73,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 def follow(args: argparse.Namespace, scratch: Path) -> dict[str, object]:
     save_checkpoint(make_model(args.seed, args.layers), scratch / "start")
     flags = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
+    flags += ["--replicas", str(args.replicas)]
     flags += ["--weight-dir", str(args.output), "--follow", str(args.output)]
     settings = {key: getattr(args, key) for key in ("checkpoints", "every", "lr", "seed")}
     where = {"start": str(scratch / "start"), "output": str(args.output)}

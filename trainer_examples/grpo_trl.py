@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer learns to add, sampling from a rollout service. Neither is changed.
 
-    python trainer_examples/grpo_trl.py [--steps N]
+    python trainer_examples/grpo_trl.py [--steps N] [--replicas N]
 
 The trainer is told how to sample by its `rollout_func`: before sampling, the weights are pushed if
 a step has changed them; then the prompts go to the service. It needs no vLLM and no GPU, works with
@@ -109,6 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32, help="of a step")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--replicas", type=int, default=1, help="of the engine, updated as one")
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--warmup-target", type=float, default=0.4, help="expected reward")
     parser.add_argument("--warmup-steps", type=int, default=600, help="at most")
@@ -124,7 +125,8 @@ def run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     held_out = problems(512, random.Random("held out"))
     first = expected_reward(model, held_out)
     print(f"expected reward before training: {first:.3f}", flush=True)
-    flags = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "512", "--num-threads", "1")
+    flags = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "512", "--num-threads", "1"]
+    flags += ["--replicas", str(args.replicas)]
     with (
         rollout_service(scratch / "warm", scratch / "service.log", *flags) as address,
         Rollout.connect(address) as rollout,

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,9 @@ from rollout.cli.flags import (
     model_of,
     refuse_engine_flags,
 )
+from rollout.cli.following import check_followed, following
 from rollout.cli.service import Up, add_listening, check_slots, listening_of, run_service
-from rollout.config import timeout_problem
+from rollout.config import DEFAULT_TIMEOUT, timeout_problem
 from rollout.errors import ConfigError
 from rollout.rpc.address import split_address
 
@@ -150,7 +151,7 @@ async def _serving(
             replicas=replicas,
         )  # fmt: skip
         try:
-            async with _served(backend, at) as up:
+            async with _served(backend, at, args.follow, config.weight_dirs, config.timeout) as up:
                 yield up
         finally:
             await asyncio.to_thread(replicas.close)
@@ -163,12 +164,11 @@ async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncItera
 
     token = args.engine_token or environment("ENGINE_TOKEN")
     fleet = _fleet(args.record or RECORD, args, client_tls(args, "engine_tls"))
-    backend = FleetBackend(
-        fleet, weight_dirs=_given(args, "weight_dirs"), start_timeout=_given(args, "start_timeout")
-    )
+    dirs = _given(args, "weight_dirs")
+    backend = FleetBackend(fleet, weight_dirs=dirs, start_timeout=_given(args, "start_timeout"))
     for address in args.engine:
         fleet.add(address, token)
-    async with _served(backend, at) as up:
+    async with _served(backend, at, args.follow, dirs, DEFAULT_TIMEOUT) as up:
         yield up
 
 
@@ -219,6 +219,7 @@ def serve_fleet(args: argparse.Namespace) -> int:
         named.add(where)
     if problem := timeout_problem(_given(args, "start_timeout")):
         raise ConfigError(f"--start-timeout {problem}")
+    check_followed(args.follow, _given(args, "weight_dirs"))
     at = listening_of(args)
     return asyncio.run(run_service(args, serving_engines(at, args)))
 
@@ -236,6 +237,7 @@ def _serve_on_ray(args: argparse.Namespace) -> int:
         )
     at = listening_of(args)
     check_slots(at, config)
+    check_followed(args.follow, config.weight_dirs)
     return asyncio.run(run_service(args, serving_on_ray(config, at, args)))
 
 
@@ -281,12 +283,21 @@ def _fleet(record: str, args: argparse.Namespace, tls: ClientTls | None = None) 
 
 
 @contextlib.asynccontextmanager
-async def _served(backend: FleetBackend, at: Listening) -> AsyncIterator[Up]:
+async def _served(
+    backend: FleetBackend,
+    at: Listening,
+    follow: str | None,
+    weight_dirs: Sequence[str],
+    timeout: float,
+) -> AsyncIterator[Up]:
     from rollout.api import AsyncRollout
     from rollout.server.service import serving
 
     try:
-        async with serving(AsyncRollout.over(backend), at) as addresses:
+        async with (
+            serving(AsyncRollout.over(backend), at) as addresses,
+            following(follow, weight_dirs, timeout, backend),
+        ):
             yield Up(*addresses, backend)
     finally:
         backend.close()

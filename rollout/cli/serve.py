@@ -30,8 +30,6 @@ ONE_ENGINE: tuple[Row, ...] = (
     ("--on-death", ("exit", "serve"), "exit",
      "when a rank's process has ended: exit (status 1, after 5 s in which calls get WorkerDied, "
      "so that a supervisor starts another), or serve that error on"),
-    ("--follow", "DIR", None,
-     "update from the checkpoints and versions that appear in DIR, under a --weight-dir"),
 )  # fmt: skip
 
 
@@ -53,8 +51,6 @@ def serve(args: argparse.Namespace) -> int:
         raise ConfigError("--replicas must be 1 or more")
     several = max(args.replicas, args.min_replicas or 1, args.max_replicas or 1) > 1
     check_followed(args.follow, config.weight_dirs)
-    if args.follow is not None and several:
-        raise ConfigError("--follow goes with one engine: send a fleet its weights instead")
     service = serving_replicas(config, at, args) if several else _engine(args, config, at)
     return asyncio.run(run_service(args, service))
 

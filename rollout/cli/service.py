@@ -75,6 +75,9 @@ LISTENING: tuple[Row, ...] = (
     ("--reasoning-parser", "NAME", None,
      "how it marks what it thinks before it answers, which chats then tell apart: deepseek_r1, "
      "mistral or qwen3"),
+    ("--follow", "DIR", None,
+     "update from the checkpoints and versions that appear in DIR, under a --weight-dir; a fleet's "
+     "front reads them for all"),
     ("--shutdown-timeout", "X", None,
      "seconds that requests which run have to end after SIGTERM, while no new ones are taken; a "
      "second signal ends it at once (default: 0; 10 for a member of a fleet, whose requests go on "

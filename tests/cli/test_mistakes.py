@@ -81,6 +81,7 @@ def test_a_fleet_has_engines_that_run_or_starts_them_on_ray(run: Run, tiny: Path
     refused(run("fleet", tiny, "--replicas", 2), "add --ray")
     refused(run(*engine, "--replicas", 2, "--max-replicas", 3), "--replicas, --max-replicas: of")
     refused(run(*engine, "--num-threads", 2), "--num-threads: a setting of the engine")
+    refused(run(*engine, "--follow", tiny), "is outside every --weight-dir; allow it with")
     ray = ("fleet", tiny, "--ray", "127.0.0.1:1")
     refused(run(*ray, "--executor", "inline"), "--executor inline: --ray goes with auto or ray")
     refused(run(*ray, "--record", "here"), "--record and --engine-token are of engines that run")
@@ -94,8 +95,6 @@ def test_replicas_that_could_not_do_as_asked_are_refused(run: Run, tiny: Path) -
     below = ("--replicas", 3, "--quorum", 2, "--min-replicas", 1)
     refused(run(*serve, *below), "--min-replicas 1 is below --quorum 2")
     refused(run(*serve, "--min-replicas", 2), "1 replicas, between 2 and 1")
-    follow = ("--follow", tiny, "--weight-dir", tiny, "--max-replicas", 2)
-    refused(run(*serve, *follow), "--follow goes with one engine")
 
 
 def test_no_message_offers_what_was_given() -> None:

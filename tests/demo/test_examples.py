@@ -113,6 +113,7 @@ def test_asynchronous_steps_know_which_tokens_are_older(half_right: Path, tmp_pa
 @pytest.mark.more
 def test_written_checkpoints_become_versions(tmp_path: Path) -> None:
     small = ("--checkpoints", "2", "--every", "1", "--layers", "1", "--no-goals")
+    small += ("--replicas", "2")
     summary = run("follow_checkpoints.py", *small, "--output", str(tmp_path / "run"))
     assert summary["equal"]
     assert summary["versions"][0] == 0

@@ -1,4 +1,4 @@
-"""The example with TRL's trainer, two small steps of it."""
+"""The example with TRL's trainer, two small steps of it, on a fleet."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_trl_samples_each_step_with_the_weights_it_has_just_made() -> None:
     script = ROOT / "trainer_examples" / "grpo_trl.py"
     small = ["--steps", "2", "--layers", "1", "--prompts", "4", "--samples", "2"]
-    small += ["--warmup-target", "0", "--warmup-steps", "5", "--no-goals"]
+    small += ["--warmup-target", "0", "--warmup-steps", "5", "--no-goals", "--replicas", "2"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(script), *small],

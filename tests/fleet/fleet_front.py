@@ -34,11 +34,11 @@ class Front:
 
 
 @contextmanager
-def front_process(record, *engines, grpc_port=0):
+def front_process(record, *engines, grpc_port=0, flags=()):
     """``rollout fleet`` over engines: its process, and its HTTP and gRPC addresses."""
     words = [sys.executable, "-m", "rollout", "fleet", "--port", "0", "--exit-with-stdin"]
     words += ["--grpc-port", str(grpc_port), "--record", str(record), "--start-timeout", "120"]
-    words += [word for engine in engines for word in ("--engine", engine)]
+    words += [*flags, *(word for engine in engines for word in ("--engine", engine))]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
