@@ -156,20 +156,25 @@ def test_the_stock_async_trainer_sends_adapters_which_are_merged_as_they_are_loa
 
 
 @pytest.mark.more
-def test_the_stock_async_trainer_sends_adapters_which_are_served_beside_the_weights(
+def test_the_stock_async_trainer_sends_adapters_which_a_fleet_serves_beside_the_weights(
     tmp_path: Path,
 ) -> None:
     model, scratch = tmp_path / "tiny", tmp_path / "out"
     write_tiny(model, "qwen3", tokenizer=True)
     scratch.mkdir()
-    flags = ["--dtype", "float32", "--weight-dir", str(scratch), "--tensor-parallel-size", "2"]
+    flags = ["--dtype", "float32", "--weight-dir", str(scratch), "--replicas", "2"]
     with serve(model, *flags, "--max-adapters", "4") as served:
         url = f"http://{served.http}"
         syncs = run("trl_lora_job.py", model, url, served.grpc, scratch)[-1]["syncs"]
-        assert [sync["version"] for sync in syncs] == [1, 2, 3, 4]
-        assert [sync["adapter"] for sync in syncs] == [f"trl-policy-v{n}@{n}" for n in (1, 2, 3, 4)]
+        # TRL unloads the first policy before it loads the fourth: of a fleet that is a commit, too.
+        assert [sync["version"] for sync in syncs] == [1, 2, 3, 5]
+        names = [f"trl-policy-v{n}@{version}" for n, version in enumerate((1, 2, 3, 5), 1)]
+        assert [sync["adapter"] for sync in syncs] == names
         assert all(sync["named"] for sync in syncs)
         assert "trl-policy-v1" not in syncs[3]["names"]  # TRL has unloaded what was stale
         with Rollout.connect(served.grpc) as rollout:
             assert rollout.check_weights(str(model)).equal  # the base has never changed
-            assert rollout.weight_info().adapters["trl-policy-v4"] == 4
+            assert rollout.weight_info().adapters["trl-policy-v4"] == 5
+            for receipt in rollout.receipts():
+                members = {"replica-0": "committed", "replica-1": "committed"}
+                assert receipt.details["members"] == members
