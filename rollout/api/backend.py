@@ -226,10 +226,8 @@ class ServedBackend(Backend, Protocol):
         ...
 
     @property
-    def verbs(self) -> VerbSession | None:
-        """The low-level verbs, of which HTTP and gRPC share one session; None where no trainer's
-        group can have places for the ranks.
-        """
+    def verbs(self) -> VerbSession:
+        """The low-level verbs, of which HTTP and gRPC share one session."""
         ...
 
     @property

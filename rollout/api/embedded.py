@@ -26,6 +26,7 @@ from rollout.engine.updates.near_link import NearLink
 from rollout.engine.updates.rollback import Rollback, roll_back
 from rollout.engine.updates.served_weights import ServedWeights
 from rollout.engine.updates.vllm_session import VerbSession
+from rollout.engine.updates.vllm_update import EngineTarget
 from rollout.errors import (
     EngineClosed,
     EngineError,
@@ -419,7 +420,7 @@ class EmbeddedBackend:
         if journal is not None:
             found = self._coordinator.digests(self.config.start_timeout)
             journal.version(self.core.version, found)
-        self._verbs = VerbSession(self._coordinator)
+        self._verbs = VerbSession(EngineTarget(self._coordinator))
 
     def _is_live(self, receipt: UpdateReceipt) -> bool:
         """Whether what is served is still what that update brought, whole; beneath adapters."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import LOOPBACK
+from rollout.engine.updates.vllm_session import VerbSession
 from rollout.errors import (
     ConfigError,
     EngineClosed,
@@ -19,6 +20,7 @@ from rollout.errors import (
     TransferFailed,
     VersionConflict,
 )
+from rollout.fleet.broadcast_update import FleetTarget
 from rollout.fleet.call import FleetCall, Outputs
 from rollout.fleet.calls import Calls
 from rollout.fleet.channel import FleetChannel
@@ -62,7 +64,7 @@ class FleetBackend:
     reads_in_place = False
     joins = False
     # Members have these, each its own.
-    config = directory = tokenizer = prompts = verbs = None
+    config = directory = tokenizer = prompts = None
     local_address = LOOPBACK
 
     def __init__(
@@ -86,6 +88,7 @@ class FleetBackend:
         self._timeout, self._starting, self._launched = start_timeout, asyncio.Lock(), False
         self._log = UpdateLog()
         self._updates = CommittedUpdates(KEPT_RECEIPTS)
+        self.verbs = VerbSession(FleetTarget(self, self._updates))
         self._started: ServerInfo | None = None
         self._said_by: tuple[str, int | None] = "", None  # whose word that is, and its life
         self._closed = False
@@ -156,6 +159,7 @@ class FleetBackend:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self.verbs.close()
             self.fleet.close()
 
     # ---- generation ----
@@ -281,10 +285,10 @@ class FleetBackend:
             last_update_id=fleet.promise.update_id,
         )  # fmt: skip
 
-    def open(self) -> WeightChannel:
+    def open(self, kind: Callable[..., FleetChannel] = FleetChannel) -> FleetChannel:
         info = self.fleet.ask_any(lambda client: client.info())
         names = frozenset(meta.name for meta in info.tensors)
-        return FleetChannel(self.fleet, self._transports(), self._log, names, self._updates)
+        return kind(self.fleet, self._transports(), self._log, names, self._updates)
 
     def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
         raise TransferFailed("a fleet's update has one channel")

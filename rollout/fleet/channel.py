@@ -192,7 +192,8 @@ class FleetChannel:
         digest = digest_of_all(self._models_after(seal), (one.digest for one in adapters))
 
         def vote(part: Part) -> None:
-            part.channel.seal(replace(seal, fence=fleet.promise.fence))
+            label = seal.label if self._of.links[part.name].knows("late_labels") else None
+            part.channel.seal(replace(seal, fence=fleet.promise.fence, label=label))
             fleet.voted(request.update_id, part.name, digest, adapters)
 
         self._seal = seal

@@ -83,9 +83,9 @@ class Link:
         """
         try:
             self._features = self._features or self.control.info().features
-            if "returns" not in self._features:  # of an earlier version: it refuses the field
+            if not self.knows("returns"):  # of an earlier version: it refuses the field
                 grant = replace(grant, returns=None)
-            if "fleets" not in self._features:
+            if not self.knows("fleets"):
                 grant = replace(grant, fleet=0)
             if "kv" in self.client.features:  # it has been called
                 grant = replace(grant, kv=True)
@@ -100,6 +100,10 @@ class Link:
             raise ConfigError(f"cannot talk to {self.client.address}: {self._problem}") from error
         self._looked = float("-inf")
         return standing
+
+    def knows(self, feature: str) -> bool:
+        """Whether it is of a version that has it; see ``wire.version``."""
+        return feature in self._features
 
     def close(self) -> None:
         self.client.close()

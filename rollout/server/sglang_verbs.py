@@ -18,8 +18,8 @@ from safetensors.torch import load
 from rollout.api import AsyncRollout
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import WAKE_TAGS
+from rollout.engine.updates.verb_update import PACK_BYTES, Packing
 from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
-from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.server.verbs import Size, UpdateInfo, derived_id, served_of, session_of
 from rollout.weight_sync.trainer.publisher import UpdateOptions
@@ -259,8 +259,7 @@ class SglangVerbs:
         However often it is asked: clients ask again, and would sample from the old weights.
         """
         served = self._rollout.backend.served
-        session = None if served is None else served.verbs  # a fleet takes no broadcasts
-        missing = None if session is None else await self._rollout.threads.run(session.incomplete)
+        missing = None if served is None else await self._run(lambda verbs: verbs.incomplete())
         if missing is not None:
             raise IncompleteUpdate(
                 f"the weights that were sent make no whole model: {missing}. Generation is still "

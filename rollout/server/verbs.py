@@ -14,8 +14,8 @@ from rollout.api import AsyncRollout
 from rollout.api.backend import ServedBackend
 from rollout.config import MAX_TIMEOUT
 from rollout.engine.updates.repeats import Caller
+from rollout.engine.updates.verb_update import PACK_BYTES, Packing
 from rollout.engine.updates.vllm_session import DEADLINE, TIMEOUT, VerbSession
-from rollout.engine.updates.vllm_update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
@@ -224,16 +224,8 @@ def served_of(rollout: AsyncRollout, what: str = "these verbs are those of") -> 
 
 
 def session_of(rollout: AsyncRollout) -> VerbSession:
-    """What the verbs of one engine are for; ``ConfigError`` where there is none here."""
-    session = served_of(rollout, "the weight verbs are those of").verbs
-    if session is None:
-        raise ConfigError(
-            "a trainer's group has places for the ranks of one engine, and a fleet's members come "
-            "and go: send a fleet its weights with Rollout.connect(...).update_weights(model), or "
-            "from a directory that its front reads (update_weights_from_disk, server_path=), or "
-            "as safetensors (update_weights_from_tensor)"
-        )
-    return session
+    """The weight verbs of this process's engine or front."""
+    return served_of(rollout, "the weight verbs are those of").verbs
 
 
 async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> Document:

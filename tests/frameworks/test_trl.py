@@ -19,13 +19,18 @@ DOCS = HERE.parents[1] / "docs" / "weight_sync.md"
 ROUTES = re.search(r"--open-routes\s+(\S+)`", DOCS.read_text()).group(1).split(",")
 
 
-def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "over",
+    [("--tensor-parallel-size", "2"), pytest.param(("--replicas", "2"), marks=pytest.mark.more)],
+    ids=["ranks", "fleet"],
+)
+def test_the_stock_grpo_trainer_trains_and_every_sync_arrives(tmp_path: Path, over: Any) -> None:
     write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
     # TRL's client sends no token: what it needs, and no more, is opened at an address of its own.
     port = free_port()
     flags = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--token", "secret"]
     flags += ["--open-routes", ",".join(ROUTES), "--open-port", str(port)]
-    with serve(tmp_path / "tiny", *flags, "--tensor-parallel-size", "2") as served:
+    with serve(tmp_path / "tiny", *flags, *over) as served:
         got = run(
             "trl_job.py", tmp_path / "tiny",
             f"http://127.0.0.1:{port}", served.grpc, "secret", tmp_path / "out",

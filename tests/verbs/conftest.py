@@ -23,9 +23,19 @@ class Engine:
     """One server, from outside."""
 
     ranks: int
+    replicas: int
     served: Served
     http: httpx.Client
     rollout: Rollout
+
+    @property
+    def transport(self) -> str:
+        """By which the ranks get what a trainer broadcasts."""
+        return "foreign" if self.replicas == 1 else "ipc"
+
+    @property
+    def members(self) -> set[str]:
+        return {f"replica-{n}" for n in range(self.replicas)} if self.replicas > 1 else set()
 
     def tokens(self) -> list[int]:
         body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
@@ -56,17 +66,25 @@ def weights(tmp_path_factory) -> dict[int, dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(
-    scope="session", params=[pytest.param(1, marks=pytest.mark.more), 2], ids=["tp1", "tp2"]
+    scope="session",
+    params=[
+        pytest.param((1, 1), marks=pytest.mark.more),
+        (2, 1),
+        pytest.param((1, 2), marks=pytest.mark.more),
+    ],
+    ids=["tp1", "tp2", "fleet"],
 )
 def engine(request, model) -> Iterator[Engine]:
-    ranks = request.param
+    """One of several ranks, or a fleet of several."""
+    ranks, replicas = request.param
     flags = ("--dtype", "float32", "--tensor-parallel-size", str(ranks))
+    flags += ("--replicas", str(replicas))
     with (
         serve(model, *flags) as served,
         httpx.Client(base_url=f"http://{served.http}", timeout=180) as http,
         Rollout.connect(served.grpc) as rollout,
     ):
-        yield Engine(ranks, served, http, rollout)
+        yield Engine(ranks, replicas, served, http, rollout)
 
 
 @pytest.fixture(autouse=True)

@@ -37,6 +37,10 @@ def prepare(client: RolloutClient, weights, fence: int, grace: float) -> str:
 
 
 @pytest.mark.parametrize(
+    "engine", [pytest.param((1, 1), marks=pytest.mark.more), (2, 1)], indirect=True,
+    ids=["tp1", "tp2"],
+)  # fmt: skip
+@pytest.mark.parametrize(
     ("commit", "grace"), [(True, 5.0), pytest.param(False, 0.0, marks=pytest.mark.more)]
 )
 def test_a_member_keeps_its_vote_without_a_connection(engine, weights, commit, grace) -> None:

@@ -40,10 +40,11 @@ def test_an_update_is_one_version_and_is_what_was_sent(engine, sender, weights) 
         before += 1
         assert done["version"] == engine.info()["version"] == before
         assert done["weight_version"] == engine.info()["weight_version"] == (said or str(before))
-        assert done["receipt"]["transport"] == "foreign"
+        assert done["receipt"]["transport"] == engine.transport
         assert "sender sent none" in done["receipt"]["details"]["digests"]
         assert done["receipt"]["num_tensors"] == len(weights[seed])
         assert same(engine, weights[seed])
+        assert done["receipt"]["details"].get("members", {}).keys() == engine.members
         assert engine.rollout.receipts()[-1].digest == done["receipt"]["digest"]
 
 

@@ -39,10 +39,7 @@ class Outcome:
         return self.receipt
 
     def refuse(self) -> NoReturn:
-        raise VersionConflict(
-            f"update {self.begun.update_id} has ended without a commit: {self.reason}; another "
-            "attempt needs an update_id of its own"
-        )
+        raise ended_without_commit(self.begun.update_id, self.reason)
 
     def check_same(self, seal: Seal, names: Collection[str]) -> None:
         """``VersionConflict`` where another update is sealed under this one's id.
@@ -55,6 +52,13 @@ class Outcome:
                 f"update {self.begun.update_id} is live as version {self.receipt.version} with "
                 "other weights; another update needs an update_id of its own"
             )
+
+
+def ended_without_commit(update_id: str, reason: str) -> VersionConflict:
+    return VersionConflict(
+        f"update {update_id} has ended without a commit: {reason}; another attempt needs an "
+        "update_id of its own"
+    )
 
 
 class EndedUpdates:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollout.engine.executors import gather_replies
 from rollout.engine.updates.adapters import KeptAdapter
+from rollout.engine.updates.begin_check import check_label
 from rollout.engine.updates.bucket_queue import BucketQueue
 from rollout.engine.updates.commit import Sealed, take_votes
 from rollout.engine.updates.coordinator import Coordinator
@@ -180,6 +181,7 @@ class Lease:
         if self._sealed is not None and self._sealed.seal == seal:
             return
 
+        self._name(seal.label)
         wanted = self._wanted
 
         def judge(held: Mapping[str, int]) -> Seal:
@@ -215,14 +217,21 @@ class Lease:
         self.abort(f"aborted by {who}" + (f": {decision.reason}" if decision.reason else ""))
         return None
 
-    def seal_unattested(self, seal: Seal, label: str | None) -> None:
+    def seal_unattested(self, seal: Seal) -> None:
         """As ``seal``, for a sender without digests: the receipt has those of what the ranks hold.
 
         The ranks judge completeness, and copies of one box must agree; nothing proves that what
-        arrived is what was sent. ``label``: the version's, known only now.
+        arrived is what was sent.
         """
-        self._request = replace(self._live("seal"), label=label)
+        self._name(seal.label)
         self._vote(seal.num_buckets, lambda held: replace(seal, digests=held))
+
+    def _name(self, label: str | None) -> None:
+        """Of the version, in the place of what its request says, if that is known only now."""
+        request = self._live("seal")
+        if label is not None:
+            check_label(label)
+            self._request = replace(request, label=label)
 
     def commit(self) -> UpdateReceipt:
         if self._replays is not None:

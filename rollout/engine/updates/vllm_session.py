@@ -1,4 +1,4 @@
-"""Low-level verbs over an engine's weights, for frameworks that bring their own sender.
+"""Low-level verbs over weights of an engine or a fleet, for frameworks that bring their own sender.
 
     init --> start --> update ... --> finish          (vLLM's order; TRL, SkyRL and others speak it)
                  \\--> abort, or its deadline
@@ -16,21 +16,15 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.config import DEFAULT_BUCKET_BYTES
-from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.foreign_groups import ForeignGroups
-from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
-from rollout.engine.updates.vllm_update import Packing, VllmUpdate
+from rollout.engine.updates.verb_update import Packing, Terms, VerbTarget, VerbUpdate
 from rollout.errors import UpdateInProgress
 from rollout.errors import VersionConflict as Conflict
-from rollout.weight_sync.protocol.messages import Decision, UpdateRequest
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
-from rollout.weight_sync.transports.vllm import VllmTransfer
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta
 from rollout.weights.names import file_form
@@ -49,21 +43,21 @@ class Started:
 
 
 class VerbSession:
-    """The verbs of one engine; any thread, one verb at a time, ``abort`` and ``close`` beside it.
+    """The verbs of one engine or fleet; any thread, one at a time, ``abort`` and ``close`` beside.
 
     A second verb while one runs, and a start while an update is open, are ``UpdateInProgress``.
     Each takes its ``caller``, and answers a repeated verb as it did the first: see ``repeats``.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._of = coordinator
+    def __init__(self, target: VerbTarget) -> None:
+        self._of = target
         self._answers = VerbAnswers(self._verb_begins, self._verb_ends)
         self._lock = self._answers.lock
-        self._open: VllmUpdate | None = None
+        self._open: VerbUpdate | None = None
         self._ended = "none was started"
         self._committed: UpdateReceipt | None = None  # until the next one begins
         self._late: frozenset[str] = frozenset()  # aliases that its calls did not hold
-        self._groups = ForeignGroups(coordinator)
+        self._groups = ForeignGroups(target.places)
         self._packing = Packing()
         self._starts = False  # whether this sender says start itself
 
@@ -107,7 +101,7 @@ class VerbSession:
             self._groups.check_any(self._ended)
             self._none_open()
             self._starts = True
-            update = self._begin(caller.update_id, timeout, deadline, in_flight, implicit=False)
+            update = self._begin(caller.update_id, timeout, deadline, in_flight)
             return Started(update_id=update.update_id, version=update.version)
 
         return self._answers.run(Said("start_weight_update", caller), act)
@@ -151,7 +145,7 @@ class VerbSession:
                 raise
             if update.implicit and update.is_complete():
                 self._commit(update, None)
-                self._late = frozenset(self._of.served.aliases) - update.names()
+                self._late = frozenset(self._of.aliases) - update.names()
             return received
 
         content = (
@@ -208,8 +202,8 @@ class VerbSession:
         """
 
         def act() -> UpdateReceipt:
-            if caller.update_id and (earlier := self._of.ended.find(caller.update_id)) is not None:
-                return earlier.committed
+            if caller.update_id and (earlier := self._of.committed(caller.update_id)) is not None:
+                return earlier
             self._is_for(caller)
             if self._open is not None:
                 return self._commit(self._open, label)
@@ -224,11 +218,7 @@ class VerbSession:
         has begun. One that is prepared is given up where its id is said.
         """
         why = "aborted by abort_weight_update" + (f": {reason}" if reason else "")
-        prepared = self._of.turn.prepared
-        if prepared is not None and prepared.update_id == caller.update_id:  # an operator's word
-            self._of.decide(
-                Decision(update_id=caller.update_id, commit=False, fence=None, reason=reason)
-            )
+        if caller.update_id and self._of.give_up_prepared(caller.update_id, reason):
             return True
         return self._end(why, caller.update_id)
 
@@ -257,13 +247,11 @@ class VerbSession:
 
     def _not_ended(self, caller: Caller) -> None:
         """``VersionConflict`` where the caller's update has ended, and how."""
-        outcome = self._of.ended.find(caller.update_id) if caller.update_id else None
-        if outcome is not None:
-            raise Conflict(
-                f"update {caller.update_id} is live as version {outcome.committed.version}"
-            )
+        earlier = self._of.committed(caller.update_id) if caller.update_id else None
+        if earlier is not None:
+            raise Conflict(f"update {caller.update_id} is live as version {earlier.version}")
 
-    def _watch(self, update: VllmUpdate) -> None:
+    def _watch(self, update: VerbUpdate) -> None:
         """Abort ``update`` unless a verb comes within its deadline."""
 
         def expire() -> None:
@@ -288,7 +276,7 @@ class VerbSession:
         """Whether these are aliases that the last update committed without, and still is live."""
         names = {file_form(meta.name) for meta in tensors}
         last = self._committed
-        is_live = last is not None and last.version == self._of.engine.base_version
+        is_live = last is not None and last.version == self._of.version
         return is_live and not self._starts and bool(names) and names <= self._late
 
     def _confirm(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
@@ -303,25 +291,18 @@ class VerbSession:
         return received
 
     def _begin(
-        self, update_id: str, timeout: float, deadline: float, in_flight: str, *, implicit: bool,
-        partial: bool = False,
-    ) -> VllmUpdate:  # fmt: skip
+        self, update_id: str, timeout: float, deadline: float, in_flight: str, *,
+        implicit: bool = False, partial: bool = False,
+    ) -> VerbUpdate:  # fmt: skip
         self._committed, self._late = None, frozenset()
-        lease = Lease(self._of, (VllmTransfer.name,))
-        begun = lease.begin(
-            UpdateRequest(
-                update_id=update_id or uuid.uuid4().hex,
-                transport=VllmTransfer.name,
-                bucket_bytes=DEFAULT_BUCKET_BYTES,
-                in_flight=in_flight,
-                timeout=timeout,
-                partial=partial,
-            )
-        )
-        self._open = VllmUpdate(self._of, lease, begun, timeout, deadline, implicit)
-        return self._open
+        terms = Terms(
+            update_id=update_id, timeout=timeout, deadline=deadline, in_flight=in_flight,
+            implicit=implicit,
+        )  # fmt: skip
+        self._open = update = self._of.begin(terms, partial=partial)
+        return update
 
-    def _commit(self, update: VllmUpdate, label: str | None) -> UpdateReceipt:
+    def _commit(self, update: VerbUpdate, label: str | None) -> UpdateReceipt:
         try:
             receipt = update.commit(label or update.label)
         except BaseException as error:
@@ -342,8 +323,7 @@ class VerbSession:
             self._answers.forget(update.update_id)
             update.timer.cancel()
             self._ended = f"the last one ended: {reason}"
-        update.lease.abort(reason)
-        return update.lease.is_lost
+        return update.abort(reason)
 
     def _leave(self, group: str | None = None) -> None:
         if self._groups.leave(group):

@@ -1,121 +1,149 @@
-"""One update by verbs: broadcasts of a framework's trainer into a lease."""
+"""An engine as weight verbs act on it: its ranks take the trainer's broadcasts themselves."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Collection, Sequence
 
+from rollout.config import DEFAULT_BUCKET_BYTES
+from rollout.engine.executors import gather_replies
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
-from rollout.weight_sync.protocol.bucket import ALIGNMENT
-from rollout.weight_sync.protocol.fit import check_metadata, differences
-from rollout.weight_sync.protocol.messages import Begun, BucketEntry, BucketHeader, Seal
+from rollout.engine.updates.verb_update import GRACE, Terms, VerbUpdate
+from rollout.errors import RolloutError
+from rollout.weight_sync.protocol.messages import (
+    Begun,
+    BucketHeader,
+    Decision,
+    Seal,
+    UpdateRequest,
+)
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
-from rollout.weights import Box, TensorMeta
-from rollout.weights.names import file_form, is_weight, placed
+from rollout.weight_sync.transports.vllm import VllmTransfer
+from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
 
-PACK_BYTES = 1 << 30  # vLLM's own
-GRACE = 2.0  # seconds a rank's own deadline comes before ours
 _AHEAD = 2  # buckets announced before the first of them has been taken
 DETAILS = {"digests": "the sender sent none: these are of what the ranks hold"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How tensors follow each other: each as one broadcast, or packed until over ``nbytes``."""
+class VllmUpdate(VerbUpdate):
+    """Broadcasts into a lease: announced to the ranks a few ahead of what they have taken."""
 
-    packed: bool = False
-    nbytes: int = PACK_BYTES
+    def __init__(self, of: Coordinator, lease: Lease, begun: Begun, terms: Terms) -> None:
+        super().__init__(of.served, begun.update_id, begun.version, terms)
+        self._lease = lease
 
-
-class VllmUpdate:
-    """One update under way, and what has come of it."""
-
-    def __init__(
-        self,
-        of: Coordinator,
-        lease: Lease,
-        begun: Begun,
-        timeout: float,
-        deadline: float,
-        implicit: bool,
-    ) -> None:
-        self._of, self.lease = of, lease
-        self.update_id, self.version = begun.update_id, begun.version
-        self._timeout, self.deadline, self.implicit = timeout, deadline, implicit
-        self.label: str | None = None
-        self.timer = threading.Timer(deadline, lambda: None)  # not started: see ``_watch``
-        self.began = time.monotonic()
-        self._sent: list[TensorMeta] = []
-        self.calls = self._num_buckets = self._nbytes = 0
-
-    def receive(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
-        """Announce the broadcasts to the ranks in order, a few ahead of what they have taken."""
-        tensors = [TensorMeta(file_form(m.name), m.dtype, m.shape) for m in tensors]
-        of = self._of.served
-        named = ((placed(m.name, of.prefixes), m) for m in tensors)
-        taken = (TensorMeta(name, m.dtype, m.shape) for name, m in named if name is not None)
-        sent = [*self._sent, *(meta for meta in taken if is_weight(meta.name))]
-        check_metadata(sent, of.metadata, of.aliases, partial=True, spelled=of.spelled)
-        self._sent = sent
+    def _take(self, headers: Sequence[BucketHeader]) -> None:
         first = self._num_buckets
-        for header in _headers(tensors, packing, first):
-            self.lease.bucket(header, None)
+        for header in headers:
+            self._lease.bucket(header, None)
             self._num_buckets += 1
             if header.index - first >= _AHEAD - 1:
                 self._wait(header.index - _AHEAD + 1)
         for index in range(max(first, self._num_buckets - _AHEAD + 1), self._num_buckets):
             self._wait(index)
-        received = sum(meta.nbytes for meta in tensors)
-        self._nbytes += received
-        self.calls += 1
-        return received
-
-    def is_complete(self) -> bool:
-        return not self.missing()
-
-    def missing(self) -> Sequence[str]:
-        """What the tensors sent so far lack, a line each."""
-        of = self._of.served
-        return differences(self._sent, of.metadata, of.aliases, spelled=of.spelled)
-
-    def names(self) -> frozenset[str]:
-        """What was sent so far, in file form."""
-        return frozenset(meta.name for meta in self._sent)
 
     def confirm(self) -> None:
-        """End it without a commit, once the ranks have found its aliases equal to what is live."""
-        self.lease.seal_unattested(self._seal(), None)
-        self.lease.withdraw("its aliases equal what is live")
+        self._lease.seal_unattested(self._seal(None))
+        self._lease.withdraw("its aliases equal what is live")
 
     def commit(self, label: str | None) -> UpdateReceipt:
-        self.lease.seal_unattested(self._seal(), label)
-        return self.lease.commit()
+        self._lease.seal_unattested(self._seal(label))
+        return self._lease.commit()
 
-    def _seal(self) -> Seal:
+    def abort(self, reason: str) -> bool:
+        self._lease.abort(reason)
+        return self._lease.is_lost
+
+    def _seal(self, label: str | None) -> Seal:
         return Seal(
             num_buckets=self._num_buckets,
             digests={},
             transfer_seconds=time.monotonic() - self.began,
             wire_bytes=self._nbytes,
             details=DETAILS,
+            label=label,
         )
 
     def _wait(self, index: int) -> None:
-        self.lease.wait(index, self._timeout + GRACE)
+        self._lease.wait(index, self._timeout + GRACE)
 
 
-def _headers(tensors: Sequence[TensorMeta], packing: Packing, index: int) -> Iterator[BucketHeader]:
-    """One bucket for each broadcast, its tensors laid out as buckets are everywhere."""
-    entries: list[BucketEntry] = []
-    total = end = 0
-    for number, meta in enumerate(tensors, 1):
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
-        box = Box.full(meta.shape)
-        entries.append(BucketEntry(meta.name, meta.dtype, meta.shape, box, offset, meta.nbytes))
-        end, total = offset + meta.nbytes, total + meta.nbytes
-        if not packing.packed or total > packing.nbytes or number == len(tensors):
-            yield BucketHeader(index, tuple(entries), end)
-            entries, total, end, index = [], 0, 0, index + 1
+class RankPlaces:
+    """One for each rank, which receives there what it needs."""
+
+    def __init__(self, of: Coordinator) -> None:
+        self._of = of
+
+    @property
+    def count(self) -> int:
+        return self._of.served.num_ranks
+
+    def join(self, place: str, group: ForeignGroup, timeout: float) -> None:
+        self._of.turn.take(None, timeout)  # other updates' bytes do not wait behind this
+        try:
+            args = {"id": place, "group": group.to_wire(), "timeout": timeout}
+            limit = timeout + START_LIMIT + GRACE
+            gather_replies(self._of.engine.call("stage_join", args), "rendezvous", limit)
+        finally:
+            self._of.turn.end(None)
+
+    def use(self, place: str) -> None:
+        self._of.engine.call("stage_use", {"id": place})
+
+    def are_alive(self, place: str, timeout: float) -> bool:
+        try:
+            asked = self._of.engine.call("stage_member", {"id": place})
+            return all(r["alive"] for r, _ in gather_replies(asked, "rendezvous", timeout))
+        except RolloutError:
+            return False
+
+    def leave(self, place: str) -> None:
+        try:
+            self._of.engine.call("leave_group", {"id": place})
+        except RolloutError:  # dead ranks are in no group
+            return
+
+
+class EngineTarget:
+    """``VerbTarget`` of one engine."""
+
+    def __init__(self, of: Coordinator) -> None:
+        self._of, self.places = of, RankPlaces(of)
+
+    @property
+    def aliases(self) -> Collection[str]:
+        return self._of.served.aliases.keys()
+
+    @property
+    def version(self) -> int:
+        return self._of.engine.base_version
+
+    def committed(self, update_id: str) -> UpdateReceipt | None:
+        outcome = self._of.ended.find(update_id)
+        return None if outcome is None else outcome.committed
+
+    def begin(self, terms: Terms, *, partial: bool) -> VllmUpdate:
+        lease = Lease(self._of, (VllmTransfer.name,))
+        begun = lease.begin(
+            UpdateRequest(
+                update_id=terms.update_id or uuid.uuid4().hex,
+                transport=VllmTransfer.name,
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                in_flight=terms.in_flight,
+                timeout=terms.timeout,
+                partial=partial,
+            )
+        )
+        return VllmUpdate(self._of, lease, begun, terms)
+
+    def relabel(self, label: str) -> None:
+        self._of.relabel(label)
+
+    def give_up_prepared(self, update_id: str, reason: str) -> bool:
+        prepared = self._of.turn.prepared
+        if prepared is None or prepared.update_id != update_id:
+            return False
+        self._of.decide(Decision(update_id=update_id, commit=False, fence=None, reason=reason))
+        return True

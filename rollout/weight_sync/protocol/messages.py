@@ -315,7 +315,8 @@ class Seal:
 
     With a ``fence`` (the fencing epoch of whoever will decide) a yes vote makes the engine
     PREPARED: it keeps what is staged without a stream, and accepts only a ``Decision`` of this
-    epoch or a later one.
+    epoch or a later one. ``label``: the version's, in the place of the request's, where it is known
+    only now.
     """
 
     num_buckets: Count
@@ -325,6 +326,7 @@ class Seal:
     wire_bytes: Count = 0
     details: Table[Text] = field(default_factory=dict)
     fence: Count | None = field(default=None, metadata=ADDED)
+    label: Text | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
