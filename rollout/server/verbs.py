@@ -308,13 +308,11 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
                 "world_size": weights.tensor_parallel_size,
                 "data_parallel_size": 1,
                 "pipeline_parallel_size": 1,
-                "max_parallel_loading_workers": getattr(
-                    config, "max_parallel_loading_workers", None
-                ),
+                "max_parallel_loading_workers": config and config.max_parallel_loading_workers,
                 "disable_custom_all_reduce": True,
                 "tokenizer_pool_config": None,
-                "placement_group": getattr(config, "ray_placement_group", None),
-                "worker_extension_cls": getattr(config, "worker_extension_cls", None) or "",
+                "placement_group": config and config.ray_placement_group,
+                "worker_extension_cls": (config and config.worker_extension_cls) or "",
             },
             "lora_config": limits and {"max_lora_rank": limits[0], "max_loras": limits[1]},
         },
