@@ -277,9 +277,11 @@ class FleetBackend:
     def info(self) -> WeightInfo:
         fleet = self.fleet
         info = fleet.ask_any(lambda client: client.info())
+        if info.device.startswith("cuda"):
+            info = self._with_cards(info)
         return replace(
             info, epoch=fleet.epoch, version=fleet.version, state=fleet.update_state, prepared="",
-            fence=fleet.promise.fence, transports=self._transports(), host=host_id(),
+            fence=fleet.promise.fence, transports=self._transports(info.device), host=host_id(),
             adapters=self.adapters,
             adapter_digests={one.name: one.digest for one in fleet.promise.adapters},
             last_update_id=fleet.promise.update_id,
@@ -288,7 +290,8 @@ class FleetBackend:
     def open(self, kind: Callable[..., FleetChannel] = FleetChannel) -> FleetChannel:
         info = self.fleet.ask_any(lambda client: client.info())
         names = frozenset(meta.name for meta in info.tensors)
-        return kind(self.fleet, self._transports(), self._log, names, self._updates)
+        transports = self._transports(info.device)
+        return kind(self.fleet, transports, self._log, names, self._updates)
 
     def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
         raise TransferFailed("a fleet's update has one channel")
@@ -312,7 +315,7 @@ class FleetBackend:
         """Nothing new where the last one had this ``update_id``, and is live still."""
 
         def read() -> UpdateReceipt:
-            return publish(source, connect=lambda: self, options=options)
+            return publish(source, connect=lambda: _Reader(self), options=options)
 
         return self._reads.run(options.update_id or "", options.timeout, read)
 
@@ -353,7 +356,12 @@ class FleetBackend:
         if not anywhere:
             where = adapter_directory(name, path, self._weight_dirs)
         version = self._files.load(
-            name, where, self, inplace=inplace, timeout=DEFAULT_TIMEOUT, base_names=(base,)
+            name,
+            where,
+            _Reader(self),
+            inplace=inplace,
+            timeout=DEFAULT_TIMEOUT,
+            base_names=(base,),
         )
         return AdapterLoaded(name=name, version=version, merged=False)
 
@@ -380,13 +388,28 @@ class FleetBackend:
 
     # ---- helpers ----
 
-    def _transports(self) -> tuple[str, ...]:
+    def _transports(self, device: str) -> tuple[str, ...]:
         """Bytes with the calls go on to members; shared memory is mapped by those of this host, and
-        read by the front for the others.
+        read by the front for the others; GPUs' memory by those that reach it. ``device``: of a
+        member.
         """
-        here = host_id()
-        near = here and any(link.place == here for link in self.fleet.serving())
+        here, serving = host_id(), self.fleet.serving()
+        if device.startswith("cuda"):
+            near = any(link.reaches for link in serving)
+        else:
+            near = here != "" and any(link.place == here for link in serving)
         return ("ipc", "inline") if near else ("inline",)
+
+    def _with_cards(self, info: WeightInfo) -> WeightInfo:
+        """What a trainer on this host is told of the GPUs: all ranks that may map its memory."""
+        links = [link for link in self.fleet.links() if link.reaches]
+        if not links:
+            return info
+        return replace(
+            info, devices=tuple(uuid for link in links for uuid in link.devices),
+            reaches=tuple(sorted({uuid for link in links for uuid in link.reaches})),
+            features=tuple(dict.fromkeys((*info.features, "cards"))),
+        )  # fmt: skip
 
     def _floored(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """A member that is about to commit an adapter is waited for by who asks for it. Epochs are
@@ -433,3 +456,21 @@ class FleetBackend:
             elif not some or not isinstance(answer, EngineError):
                 raise answer
         return found
+
+
+class _Reader:
+    """``WeightLink`` of the front to its own fleet, for what it reads from files: it leaves the
+    GPUs, on which members run, alone.
+    """
+
+    joins, local_address = False, LOOPBACK
+
+    def __init__(self, of: FleetBackend) -> None:
+        self._of = of
+        self.open, self.join, self.receipts = of.open, of.join, of.receipts
+
+    def info(self) -> WeightInfo:
+        info = self._of.info()
+        if not info.device.startswith("cuda"):
+            return info
+        return replace(info, transports=tuple(x for x in info.transports if x != "ipc"))

@@ -15,16 +15,17 @@ from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed, Versio
 from rollout.fleet.actions import Adapters
 from rollout.fleet.committed import Committed, CommittedUpdates
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.hosts import HostMemory, Part
+from rollout.fleet.hosts import CardMemory, HostMemory, Part, card_of, nobody_maps
 from rollout.fleet.transaction import Transaction
 from rollout.fleet.update_log import UpdateLog
-from rollout.fleet.ways import AHEAD, FRONT, followers, ways
+from rollout.fleet.ways import AHEAD, CARD, FRONT, followers, ways
 from rollout.weight_sync.protocol.adapters import HeldAdapter, adapter_digest, digest_of_all
 from rollout.weight_sync.protocol.digests import MASK, total
 from rollout.weight_sync.protocol.link import StreamOffer
 from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports import served
+from rollout.weight_sync.transports.cuda_ipc import SharedAllocation
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights.components import adapter_component, component_of
 from rollout.wire.codec import to_plain
@@ -55,6 +56,7 @@ class FleetChannel:
         self._log = log
         self._parts: dict[str, Part] = {}
         self._memory = HostMemory()
+        self._card: CardMemory | None = None  # of an update by a GPU's memory
         self._left: dict[int, tuple[BucketHeader, Tensor | None]] = {}  # not with all members yet
         self._sent: dict[str, int] = {}  # bytes from the front, by member
         self._asked: UpdateRequest | None = None  # as it came, for a begin that is repeated
@@ -63,7 +65,7 @@ class FleetChannel:
         self._replays: Committed | None = None  # whose id came once more
         self._receipt: UpdateReceipt | None = None
         self._seal: Seal | None = None
-        self._closed = False
+        self._closed = self._aborted = False
         self._waiting = 0  # the oldest bucket that may still be under way
 
     def begin(self, request: UpdateRequest) -> Begun:
@@ -115,6 +117,11 @@ class FleetChannel:
                 "ranks, and a fleet's members come and go; use transport='auto' (here: "
                 f"{' or '.join(served(self._transports))})"
             )
+        shared = CardMemory.offered(request)
+        if shared is not None:
+            gpu = card_of(shared)
+            if not any(gpu in link.reaches for link in self.fleet.links()):
+                raise nobody_maps(gpu)
         if request.staging == "none":
             raise ConfigError("a fleet's members have to be prepared: staging='none' cannot be")
         if request.in_flight == "wait":
@@ -136,8 +143,9 @@ class FleetChannel:
         self._parts = {x.name: Part(x.name, x.client.open(), x.place, x.relays) for x in links}
         self._begin_all(self._request)
         return Begun(
-            update_id=request.update_id, epoch=live[0], base_version=live[1], version=version
-        )
+            update_id=request.update_id, epoch=live[0], base_version=live[1], version=version,
+            mappers=None if self._card is None else self._card.mappers,
+        )  # fmt: skip
 
     def room(self, nbytes: int) -> Tensor | None:
         return None
@@ -167,7 +175,7 @@ class FleetChannel:
 
         def take(part: Part) -> None:
             self._announce(part, index)
-            first, lost = part.channel.took(index, timeout)
+            first, lost = self._took(part, index, timeout)
             if lost:
                 part.is_lost(first, lost)
                 self._announce(part, index)
@@ -216,6 +224,7 @@ class FleetChannel:
         return self._receipt
 
     def abort(self, reason: str) -> None:
+        self._aborted = True
         if self._asked is None and not self._closed:
             self._log.failed("", reason)
         if self._of.give_up(reason):
@@ -255,16 +264,20 @@ class FleetChannel:
         """
         here, parts = host_id(), self._parts.values()
         near = sum(1 for part in parts if here and part.host == here)
-        if request.transport == "ipc":
+        if (shared := CardMemory.offered(request)) is not None:
+            self._card = self._dealt(shared)
+        cards = {} if self._card is None else self._card.offers
+        if request.transport == "ipc" and shared is None:
             self._memory = HostMemory.of_trainer(request, read=near < len(parts))
         elif near > 1:
             self._memory = HostMemory.of_front(request)
         able = {part.name for part in parts if part.relays}
         planned = ways(
-            {part.name: part.host for part in parts}, here, able, offered=bool(self._memory.offer)
-        )
+            {part.name: part.host for part in parts}, here, able,
+            offered=bool(self._memory.offer), cards=cards.keys(),
+        )  # fmt: skip
         chained = able if any(way.relays for way in planned.values()) else set()
-        others = {name for name, way in planned.items() if way.maps not in ("", FRONT)}
+        others = {name for name, way in planned.items() if way.maps not in ("", FRONT, CARD)}
         offers: dict[str, Mapping[str, Any]] = {}
 
         def begin_fed(part: Part) -> None:
@@ -277,7 +290,7 @@ class FleetChannel:
         def begin(part: Part) -> None:
             part.maps = planned[part.name].maps
             if part.maps:
-                self._begin_part(part, "ipc", self._memory.offer)
+                self._begin_part(part, "ipc", cards.get(part.name, self._memory.offer))
             else:
                 begin_fed(part)
 
@@ -298,6 +311,29 @@ class FleetChannel:
         if others or chained or (near and self._memory.offer and request.transport != "ipc"):
             # Its name goes with the first bucket.
             self._each(lambda part: part.channel.wait(0, request.timeout))
+
+    def _dealt(self, shared: SharedAllocation) -> CardMemory:
+        """Flags of the trainer's memory for each member that maps it."""
+        links = {name: self._of.links[name] for name in self._parts}
+        reaches = {name: link.reaches for name, link in links.items()}
+        ranks = {name: len(link.devices) for name, link in links.items()}
+        try:
+            return CardMemory.of(shared, reaches, ranks)
+        except ConfigError as error:
+            self._of.give_up(str(error), counts=False)
+            raise
+
+    def _took(self, part: Part, index: int, timeout: float) -> tuple[int, str]:
+        """As the channel's; who cannot map a GPU's memory, whatever it announces, is not asked to
+        the next time.
+        """
+        try:
+            return part.channel.took(index, timeout)
+        except TransferFailed:
+            link = self._of.links.get(part.name)
+            if part.maps == CARD and not part.got and not self._aborted and link is not None:
+                link.maps_no_card()
+            raise
 
     def _chain(self, request: UpdateRequest) -> None:
         """Have each member that can be fed take what comes on to the next one."""
@@ -365,7 +401,8 @@ class FleetChannel:
         bytes in memory that it maps, or is fed until it says otherwise; with them where nobody else
         brings them.
         """
-        brings = not part.feeder and part.maps != FRONT and part.maps not in self._parts
+        maps = part.maps in (FRONT, CARD) or part.maps in self._parts
+        brings = not part.feeder and not maps
         for index in sorted(self._left):
             if part.got <= index <= last:
                 header, payload = self._left[index]

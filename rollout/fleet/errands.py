@@ -21,7 +21,6 @@ from rollout.errors import (
 )
 from rollout.fleet.actions import Action, Adapters, Ask, Check, Fill, Tell, Write
 from rollout.fleet.coordinator import Coordinator
-from rollout.fleet.hosts import place_of
 from rollout.fleet.link import Link
 from rollout.fleet.record import Record
 from rollout.weight_sync.protocol.adapters import digest_of_all, held_adapters
@@ -133,7 +132,7 @@ class Errands:
         try:
             before = link.control.info()
             self.check_kind(before)
-            link.place, link.relays = place_of(before), "relays" in before.features
+            link.announced(before)
             models = total(link.client.digests(link.client.timeout).values())
             found = _Found.of(link.control.info(), models)
             if found != _Found.of(before, models):
@@ -155,7 +154,7 @@ class Errands:
             receipt = donor.client.send_to(link.sending(action.version, FILL_TIMEOUT))
             adapters = total(adapter.digest for adapter in receipt.adapters.values())
             info = link.control.info()
-            link.place, link.relays = place_of(info), "relays" in info.features
+            link.announced(info)
             found = _Found.of(info, (receipt.digest - adapters) & MASK)
         except RolloutError as error:
             why = f"bringing it up to date from {action.donor} failed: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +13,15 @@ from rollout.fleet.ways import FRONT
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.weight_sync.protocol.messages import (
     BucketHeader,
+    Mappers,
     UpdateRequest,
     WeightInfo,
 )
 from rollout.weight_sync.transports.cuda_ipc import SharedAllocation
+from rollout.weight_sync.transports.cuda_memory import FLAGS
+from rollout.weight_sync.transports.host import host_id
 from rollout.weight_sync.transports.shared_memory import IpcReceiver, IpcSender, SharedFile
-from rollout.wire.codec import from_plain
+from rollout.wire.codec import from_plain, to_plain
 
 
 def place_of(info: WeightInfo) -> str:
@@ -27,14 +30,23 @@ def place_of(info: WeightInfo) -> str:
     return info.host if can else ""
 
 
+def cards_of(info: WeightInfo) -> frozenset[str]:
+    """UUIDs of the GPUs of this host whose memory a member's ranks can map beside other members'
+    ranks.
+    """
+    can = "ipc" in info.transports and {"cards", "regions"} <= set(info.features)
+    near = info.host != "" and info.host == host_id()
+    return frozenset(info.reaches if can and near and all(info.devices) else ())
+
+
 @dataclass(slots=True)
 class Part:
     """A member's part of an update.
 
     ``host``: as ``place_of``. ``relays``: whether it may be one of a chain. ``maps``: whose memory
-    its ranks read, a member's or the front's; "" where bytes are sent to it: by ``feeder``, a
-    member, or "", the front. ``feed``: what the feeder has to know. ``fed_by``: for the receipt.
-    ``got``: how many buckets were announced to it.
+    its ranks read, a member's, the front's or the trainer's GPU's; "" where bytes are sent to it:
+    by ``feeder``, a member, or "", the front. ``feed``: what the feeder has to know. ``fed_by``:
+    for the receipt. ``got``: how many buckets were announced to it.
     """
 
     name: str
@@ -73,17 +85,9 @@ class HostMemory:
 
     @classmethod
     def of_trainer(cls, request: UpdateRequest, *, read: bool) -> HostMemory:
-        """The memory that the trainer writes; ``read``: the front itself has to, for others.
-
-        ``ConfigError`` where it is a GPU's.
-        """
+        """The memory that the trainer writes; ``read``: the front itself has to, for others."""
         if not read:
             return cls(request.offer)
-        if request.offer.keys() == {f.name for f in fields(SharedAllocation)}:
-            raise ConfigError(
-                "the members of a fleet do not map a GPU's memory: use transport='auto', by which "
-                "the bytes go with the calls"
-            )
         shared = from_plain(SharedFile, dict(request.offer))
         receiver = IpcReceiver(shared, 0, request.bucket_bytes)
         receiver.connect(request.timeout)
@@ -112,3 +116,67 @@ class HostMemory:
             self._sender.close()
         if self._receiver is not None:
             self._receiver.close()
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """Memory of a trainer's GPU, and who maps it; the front itself reads none of it.
+
+    ``offers``: of each member that does, with flags of its own. ``mappers``: for the trainer.
+    """
+
+    offers: Mapping[str, Mapping[str, Any]]
+    mappers: Mappers
+
+    @classmethod
+    def offered(cls, request: UpdateRequest) -> SharedAllocation | None:
+        """What the trainer offers, if it is a GPU's. ``ConfigError`` where it cannot be several
+        engines'.
+        """
+        if request.transport != "ipc" or "handle" not in request.offer:
+            return None
+        shared = from_plain(SharedAllocation, dict(request.offer))
+        if not shared.flags:
+            raise ConfigError(
+                "the trainer's version of rollout shares a GPU's memory with one engine alone: "
+                "update it there, or use transport='auto', by which the bytes go with the calls"
+            )
+        return shared
+
+    @classmethod
+    def of(
+        cls,
+        shared: SharedAllocation,
+        reaches: Mapping[str, frozenset[str]],
+        ranks: Mapping[str, int],
+    ) -> CardMemory:
+        """``reaches``: the GPUs that each member can map, in the order in which they take part;
+        ``ranks``: how many it has. ``ConfigError`` where none maps this one.
+        """
+        gpu, offers, first = card_of(shared), dict[str, Mapping[str, Any]](), 0
+        for name, found in reaches.items():
+            if gpu in found and first + ranks[name] <= min(shared.flags, FLAGS):
+                offers[name] = to_plain(replace(shared, first=first))
+                first += ranks[name]
+        if not offers:
+            raise nobody_maps(gpu)
+        common = frozenset.intersection(*(reaches[name] for name in offers))
+        left = [name for name in reaches if name not in offers]
+        why = f"sent the bytes, since they do not map this GPU: {', '.join(left)}" if left else ""
+        mappers = Mappers(ranks=first, reaches=tuple(sorted(common)), carries=why[:300])
+        return cls(offers, mappers)
+
+
+def card_of(shared: SharedAllocation) -> str:
+    try:
+        return shared.gpu
+    except ValueError as error:
+        raise ConfigError(f"the shared GPU memory is refused: {error}") from error
+
+
+def nobody_maps(gpu: str) -> ConfigError:
+    return ConfigError(
+        f"no member of the fleet maps memory of the GPU {gpu}: its ranks have to be on this host "
+        "and see that GPU (CUDA_VISIBLE_DEVICES); use transport='auto', by which the bytes go with "
+        "the calls"
+    )

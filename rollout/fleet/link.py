@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rollout.errors import ConfigError, EngineClosed, RolloutError
+from rollout.fleet.hosts import cards_of, place_of
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls
 from rollout.weight_sync.protocol.link import Forward
 from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
-from rollout.weight_sync.protocol.messages import UpdateRequest
+from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 LOOK_AGAIN = 30.0  # seconds until it is looked at once more why it does not answer
@@ -37,6 +38,10 @@ class Link:
     verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
     place: str = ""  # of the memory that its ranks can map: ``place_of``
     relays: bool = False  # whether it takes bytes on to other hosts
+    devices: tuple[str, ...] = ()  # its ranks' GPUs, if those can map others of this host:
+    reaches: frozenset[str] = frozenset()  # which; ``cards_of``
+    _life: int = 0  # its epoch, as it was last announced
+    _maps_no_card: int | None = None  # the life in which it could not, whatever it announces
     held: object = None  # the life of the engine and what it is held in; None where unknown
     # By update: what it answered to the commit, and when.
     receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)
@@ -104,6 +109,16 @@ class Link:
     def knows(self, feature: str) -> bool:
         """Whether it is of a version that has it; see ``wire.version``."""
         return feature in self._features
+
+    def announced(self, info: WeightInfo) -> None:
+        """By which ways bytes can reach it."""
+        self.place, self.relays, self._life = place_of(info), "relays" in info.features, info.epoch
+        self.reaches = cards_of(info) if info.epoch != self._maps_no_card else frozenset()
+        self.devices = info.devices if self.reaches else ()
+
+    def maps_no_card(self) -> None:
+        """It has tried in vain: from now on it is sent bytes, as long as it lives."""
+        self._maps_no_card, self.devices, self.reaches = self._life, (), frozenset()
 
     def close(self) -> None:
         self.client.close()

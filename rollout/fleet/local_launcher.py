@@ -21,7 +21,8 @@ class LocalLauncher:
     def __init__(
         self, words: Sequence[str], gpus: Sequence[Sequence[str]] = (), journal: Path | None = None
     ) -> None:
-        """``gpus``: those of each engine, as CUDA_VISIBLE_DEVICES names them; () is on CPUs.
+        """``gpus``: those that each engine sees, as CUDA_VISIBLE_DEVICES names them, its own first;
+        () is on CPUs.
         ``journal``: a directory, in which each engine has one of its name.
         """
         self._words, self._journal = list(words), journal
@@ -83,15 +84,17 @@ class LocalReplica:
 
 
 def gpus_each(visible: Sequence[str], count: int, ranks: int) -> list[list[str]]:
-    """``ranks`` of the ``visible`` GPUs for each of ``count`` replicas; ``ConfigError`` where they
-    do not suffice.
+    """The ``visible`` GPUs in the order in which each of ``count`` replicas sees them: its own come
+    first, one for each of its ``ranks``; on the others it maps a trainer's memory. ``ConfigError``
+    where they do not suffice.
     """
     if len(visible) < count * ranks:
         raise ConfigError(
             f"{count} replicas of {ranks} ranks need {count * ranks} GPUs, and {len(visible)} are "
             "visible: start fewer, or engines of your own and `rollout fleet` over them"
         )
-    return [list(visible[n * ranks : (n + 1) * ranks]) for n in range(count)]
+    own = [list(visible[n * ranks : (n + 1) * ranks]) for n in range(count)]
+    return [[*mine, *(gpu for gpu in visible if gpu not in mine)] for mine in own]
 
 
 def visible_gpus() -> list[str]:

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 FRONT = "the front"
+CARD = "the trainer's GPU"
 AHEAD = 2  # buckets under way to every member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Of one member: it ``maps`` memory of the front's host or of another member, or is sent the
-    bytes, by ``feeder``, a member, or the front. ``shares``: others map what it receives;
-    ``relays``: it may be fed, and feed the next.
+    """Of one member: it ``maps`` memory of the front's host, of the trainer's GPU or of another
+    member, or is sent the bytes, by ``feeder``, a member, or the front. ``shares``: others map what
+    it receives; ``relays``: it may be fed, and feed the next.
     """
 
     maps: str = ""
@@ -31,17 +32,25 @@ class Way:
 
 
 def ways(
-    places: Mapping[str, str], here: str, able: Collection[str], *, offered: bool
+    places: Mapping[str, str],
+    here: str,
+    able: Collection[str],
+    *,
+    offered: bool,
+    cards: Collection[str] = (),
 ) -> dict[str, Way]:
     """Of each member, by name and in this order.
 
     ``places``: the memory that its ranks can map, "" for none; ``here``: that of the front's host,
-    where the trainer or the front has some if ``offered``. ``able``: who can relay.
+    where the trainer or the front has some if ``offered``. ``able``: who can relay. ``cards``: who
+    maps the trainer's GPU.
     """
     firsts: dict[str, str] = {}
     found: dict[str, Way] = {}
     for name, place in places.items():
-        if offered and place and place == here:
+        if name in cards:
+            found[name] = Way(maps=CARD)
+        elif offered and place and place == here:
             found[name] = Way(maps=FRONT)
         elif place and place != here and firsts.setdefault(place, name) != name:
             found[name] = Way(maps=firsts[place])

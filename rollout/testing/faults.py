@@ -206,6 +206,9 @@ class _FaultySender(Sender):
         self.offer, self.buffers = inner.offer, inner.buffers
         self.device, self.bytes_go = inner.device, inner.bytes_go
 
+    def accepted(self, begun: Begun) -> None:
+        self._inner.accepted(begun)
+
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         self._channel = channel
         self._fire("connect")

@@ -18,8 +18,8 @@ from rollout.errors import ConfigError
 OLDEST, PROTOCOL = 5, 5  # versions of the gRPC services and the documents in them
 # Beyond what version 5 began with.
 FEATURES = (
-    *("cells", "codes", "continued", "continued_chats", "components", "fleets", "floors"),
-    *("images", "kv", "late_labels", "limits", "merged", "multiplex", "prepare"),
+    *("cards", "cells", "codes", "components", "continued", "continued_chats", "fleets"),
+    *("floors", "images", "kv", "late_labels", "limits", "merged", "multiplex", "prepare"),
     *("regions", "relays", "repeats", "returns", "score", "sessions", "shares", "sleep_modes"),
 )
 PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its range, "5" or "5-7"

@@ -1,21 +1,26 @@
 """The bytes of an update reach each host once; its members share them there."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
+from uuid import uuid4
 
 import pytest
-from fleet_front import ENGINE, Front
+import torch
+from fleet_front import ENGINE, LEASE, Front
 from tiny_models import write_tiny
 
 from rollout import Rollout
 from rollout.cli.plan_fleet import plan_fleet
 from rollout.errors import ConfigError, EngineClosed, TransferFailed
-from rollout.fleet.hosts import HostMemory
+from rollout.fleet.hosts import CardMemory
 from rollout.fleet.link import Link
+from rollout.fleet.ways import ways
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.server.grpc.relay import Forwarder
 from rollout.server.grpc.sharing import SharingChannel
-from rollout.weight_sync.protocol.messages import UpdateRequest
-from rollout.weight_sync.transports.cuda_ipc import SharedAllocation
+from rollout.weight_sync.protocol.messages import Mappers, UpdateRequest, WeightInfo
+from rollout.weight_sync.transports.cuda_ipc import FLAGS, SharedAllocation, pack_handle
+from rollout.weight_sync.transports.host import host_id
+from rollout.wire.codec import to_plain
 
 WAIT = 30.0  # seconds: for hangs
 OPTIONS = {"bucket_bytes": 64 << 10, "timeout": WAIT}
@@ -277,10 +282,73 @@ def test_tensors_that_are_tied_fit_the_shared_memory_once_more(tmp_path):
             front.close()
 
 
-def test_a_gpus_memory_is_refused_with_what_to_use():
-    offer = {f.name: "" for f in fields(SharedAllocation)}
+GPU, OTHER = str(uuid4()), str(uuid4())
+MAPPED = SharedAllocation(
+    handle=pack_handle(GPU, 3 * FLAGS, "00" * 16, bytes(64)), secret="00" * 16, half=FLAGS, flags=5
+)
+
+
+def dealt(shared=MAPPED, **reaches):
+    """Of members of two ranks each."""
+    found = {name: frozenset(gpus) for name, gpus in reaches.items()}
+    return CardMemory.of(shared, found, dict.fromkeys(found, 2))
+
+
+def test_members_map_a_gpu_that_they_reach_each_with_flags_of_its_own():
+    card = dealt(one=[GPU, OTHER], two=[OTHER], three=[GPU], four=[])
+    assert {name: offer.get("first", 0) for name, offer in card.offers.items()} == {
+        "one": 0, "three": 2,
+    }  # fmt: skip
+    assert card.mappers == Mappers(
+        ranks=4, reaches=(GPU,),
+        carries="sent the bytes, since they do not map this GPU: two, four",
+    )  # fmt: skip
+    everybody = dealt(one=[OTHER, GPU], two=[GPU, OTHER])
+    assert everybody.mappers == Mappers(ranks=4, reaches=tuple(sorted((GPU, OTHER))))
+    # One that has come since the trainer asked: it watches no flags of that one's ranks.
+    late = dealt(one=[GPU], two=[GPU], three=[GPU])
+    assert list(late.offers) == ["one", "two"]
+    assert late.mappers.carries.endswith(": three")
+    found = ways(dict.fromkeys(("one", "two"), ""), "here", {"one", "two"}, offered=False,
+                 cards={"two"})  # fmt: skip
+    assert {name: way.maps or way.feeder for name, way in found.items()} == {
+        "one": "the front", "two": "the trainer's GPU",
+    }  # fmt: skip
+
+
+def test_a_gpus_memory_that_nobody_maps_is_refused_with_what_to_use():
+    with pytest.raises(ConfigError, match=f"no member .* {GPU}: .* use transport='auto'"):
+        dealt(one=[OTHER])
+    with pytest.raises(ConfigError, match="the shared GPU memory is refused: it has 12288 bytes"):
+        dealt(replace(MAPPED, half=2 * FLAGS), one=[GPU])
     request = UpdateRequest(
-        update_id="u", transport="ipc", offer=offer, bucket_bytes=1, timeout=WAIT
-    )
-    with pytest.raises(ConfigError, match="do not map a GPU's memory: use transport='auto'"):
-        HostMemory.of_trainer(request, read=True)
+        update_id="u", transport="ipc", offer=to_plain(replace(MAPPED, flags=0)), bucket_bytes=1,
+        timeout=WAIT,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"with one engine alone: .*, or use transport='auto'"):
+        CardMemory.offered(request)
+    assert CardMemory.offered(replace(request, offer=to_plain(MAPPED))) == MAPPED
+    assert CardMemory.offered(replace(request, transport="inline")) is None
+
+
+def test_a_member_that_could_not_map_a_gpu_is_not_asked_to_again_in_its_life():
+    info = WeightInfo(
+        epoch=1, version=0, label=None, state="idle", dtype=torch.float32, tensors=(), aliases={},
+        tensor_parallel_size=1, transports=("ipc", "grpc_stream"), device="cuda:0", host=host_id(),
+        devices=(OTHER,), reaches=(GPU, OTHER),
+    )  # fmt: skip
+    link = Link.to("127.0.0.1:1", None, "one", LEASE, None)
+    try:
+        link.announced(info)
+        assert (link.reaches, link.devices) == ({GPU, OTHER}, (OTHER,))
+        for other in ({"features": ("regions",)}, {"devices": ("",)}, {"host": "another"}):
+            link.announced(replace(info, **other))
+            assert (link.reaches, link.devices) == (frozenset(), ())
+        link.announced(info)
+        link.maps_no_card()
+        link.announced(info)
+        assert not link.reaches
+        link.announced(replace(info, epoch=info.epoch + 1))
+        assert link.reaches
+    finally:
+        link.close()

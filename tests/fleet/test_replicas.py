@@ -11,9 +11,11 @@ from rollout.fleet.engine_process import pass_on
 from rollout.fleet.local_launcher import LocalLauncher, gpus_each, threads_each, visible_gpus
 
 
-def test_every_replica_has_gpus_of_its_own(monkeypatch):
+def test_every_replica_has_gpus_of_its_own_and_sees_the_others(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a,7,9")
-    assert gpus_each(visible_gpus(), 2, 2) == [["4", "5"], ["GPU-a", "7"]]
+    assert gpus_each(visible_gpus(), 2, 2) == [
+        ["4", "5", "GPU-a", "7", "9"], ["GPU-a", "7", "4", "5", "9"],
+    ]  # fmt: skip
     with pytest.raises(ConfigError, match="3 replicas of 2 ranks need 6 GPUs, and 5 are visible"):
         gpus_each(visible_gpus(), 3, 2)
 

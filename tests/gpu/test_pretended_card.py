@@ -36,7 +36,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.more
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("file", ["test_on_a_card.py", "test_prompts_on_a_card.py"])
+@pytest.mark.parametrize(
+    "file", ["test_on_a_card.py", "test_prompts_on_a_card.py", "test_fleet_on_a_card.py"]
+)
 def test_what_is_to_run_on_a_card_runs_on_a_pretended_one(tmp_path: Path, file: str) -> None:
     done = _run(
         *("-m", "pytest", "-q"),

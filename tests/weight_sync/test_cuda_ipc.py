@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from uuid import uuid4
 
 import pytest
@@ -162,6 +162,40 @@ def test_a_mig_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_gpu_for_both_sides_is_no_place_for_nccl() -> None:
     assert choose_backend("cuda:0", True, True) == "tcp"
     assert choose_backend("cuda:0", True, False) == "nccl"
+
+
+def test_a_rank_takes_the_flag_that_its_engine_was_dealt() -> None:
+    """Behind a fleet's front, where several engines map the memory; of more than the sender looks
+    at none.
+    """
+    handle = pack_handle(UUID, SIZE, SECRET, HANDLE)
+    shared = SharedAllocation(secret=SECRET, half=FLAGS, handle=handle, flags=4, first=3)
+    assert shared.gpu == UUID
+    with pytest.raises(TransferFailed, match="flags for 4 ranks"):
+        CudaIpcReceiver(shared, 1, FLAGS, torch.device("cuda", 0)).connect(1.0)
+    with pytest.raises(TransferFailed, match="does not see the GPU"):
+        CudaIpcReceiver(shared, 0, FLAGS, torch.device("cuda", 0)).connect(1.0)
+
+
+def test_the_offer_says_nothing_new_to_an_engine_that_knows_it_not() -> None:
+    shared = SharedAllocation(secret=SECRET, half=FLAGS, handle="00")
+    assert to_plain(shared).keys() == {"handle", "secret", "half"}
+
+
+def test_ranks_that_do_not_reach_this_processs_gpu_are_reached_in_another_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = str(uuid4())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda _: here)
+    assert why_not(replace(_info(), reaches=(UUID, here))) is None
+    assert why_not(_info()) is None  # one that does not say
+    found = why_not(replace(_info(), reaches=(UUID,)))
+    assert found is not None
+    assert f"do not reach this process's GPU ({here})" in found
+    fleet = replace(_info(), transports=("inline",))
+    assert why_not(fleet) == "no rank there maps memory of a GPU of this host"
 
 
 def test_the_receiver_follows_the_engines_device() -> None:

@@ -105,6 +105,7 @@ class Coordinator:
             memory=served.memory,
             zstd=zstd.available(),
             devices=served.devices,
+            reaches=served.reaches,
             prepared="" if turn.prepared is None else turn.prepared.update_id,
             fence=self.fence,
             prefixes=served.prefixes,

@@ -32,6 +32,7 @@ class ServedWeights:
     grid: QuantizationGrid | None = None
     device: str
     devices: tuple[str, ...] = ()
+    reaches: tuple[str, ...] = ()
     num_ranks: int
     memory: Mapping[str, int] = field(default_factory=dict)
     undo: str = "shadow"
@@ -54,6 +55,11 @@ class ServedWeights:
             grid=QuantizationGrid.of(config.quantization),
             device=str(ranks[0]["device"]),
             devices=tuple(str(rank["gpu"]) for rank in ranks),
+            reaches=tuple(
+                str(gpu)
+                for gpu in ranks[0]["reaches"]
+                if all(gpu in rank["reaches"] for rank in ranks)
+            ),
             num_ranks=config.tensor_parallel_size,
             memory=engine.memory.to_dict(),
             undo=config.undo,

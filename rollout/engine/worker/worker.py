@@ -35,7 +35,7 @@ from rollout.loader import save_shard
 from rollout.models.raw_load import raw_name
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import UpdateRequest
-from rollout.weight_sync.transports.cuda_memory import gpu_uuid
+from rollout.weight_sync.transports.cuda_memory import gpu_uuid, reached_gpus
 from rollout.weights import WeightSlot
 from rollout.weights.components import POLICY, component_of, own_name
 from rollout.wire.codec import from_plain, to_plain
@@ -249,6 +249,7 @@ class Worker:
             "pid": os.getpid(),
             "device": str(self.device),
             "gpu": gpu_uuid(self.device),
+            "reaches": reached_gpus(self.device),
             "dtype": dtype_name(self.runner.dtype),
             "version": self.version,
             "asleep": self._asleep,

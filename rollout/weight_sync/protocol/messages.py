@@ -95,6 +95,8 @@ class WeightInfo:
     memory: Table[Count] = field(default_factory=dict)  # bytes of the largest rank, by use
     zstd: bool = False  # whether changes may come compressed
     devices: Many[Text] = ()  # UUID of each rank's GPU, "" where it can share no memory
+    # UUIDs of the GPUs whose memory every rank can map (of a fleet: each rank of some member).
+    reaches: Many[Text] = field(default=(), metadata=ADDED)
     prepared: Text = field(default="", metadata=ADDED)  # the update that waits for a decision
     fence: Count = field(default=0, metadata=ADDED)  # the highest fencing epoch that was seen
     # Those that an update may have tensors of.
@@ -211,13 +213,27 @@ Wants = Many[Boxes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mappers:
+    """Who, of a fleet, maps a sender's GPU memory in one update.
+
+    ``ranks``: how many, over all members. ``reaches``: UUIDs of the GPUs whose memory all of these
+    can map. ``carries``: why buckets are to bring their bytes, too; "" where nobody needs them.
+    """
+
+    ranks: Positive
+    reaches: Many[Text]
+    carries: Text = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
     """The lease: the update will commit as ``version`` on top of ``base_version`` of ``epoch``.
 
     If trainer ranks will send to engine ranks directly: ``wants`` says what each engine rank takes,
     and ``layout`` is its digest; ``wants`` is None if the request showed that it is known.
     ``shared``: the offer of memory that an engine's neighbours read its buckets in. ``feed``: what
-    a peer has to present that brings the buckets; "" where none may.
+    a peer has to present that brings the buckets; "" where none may. ``mappers``: of an update by a
+    GPU's memory through a fleet's front.
     """
 
     update_id: Text
@@ -228,6 +244,7 @@ class Begun:
     wants: Wants | None = None
     shared: Table[Any] = field(default_factory=dict, metadata=ADDED)
     feed: Text = field(default="", metadata=ADDED)
+    mappers: Mappers | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,7 @@ class Opener:
             undo.callback(channel.close)
             request = self._request(transport, sender, encoding, metadata, source)
             begun = channel.begin(request)
+            sender.accepted(begun)
             if boxes is not None:
                 meet: dict[str, Any] = {"offer": dict(sender.offer)}
                 if shared:

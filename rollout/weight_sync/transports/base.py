@@ -18,7 +18,12 @@ from torch import Tensor
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.channel import WeightChannel
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import (
+    Begun,
+    BucketHeader,
+    UpdateRequest,
+    WeightInfo,
+)
 from rollout.wire.codec import from_plain
 
 T = TypeVar("T")
@@ -93,6 +98,9 @@ class Sender:
     device: str = "cpu"
     bytes_go: Literal["channel", "memory", "group"] = "group"
     sent_bytes: int = 0  # by this rank so far, where every trainer rank sends
+
+    def accepted(self, begun: Begun) -> None:
+        """What the engine has answered to the offer; called once, before ``connect``."""
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         """Meet the engine's ranks; called once, after the engine has accepted the update."""

@@ -9,6 +9,11 @@ For the buckets the sender owns one allocation made by the CUDA runtime itself: 
 caching allocator cannot be shared once ``expandable_segments`` is on. It holds a page of flags, one
 byte a rank, and two halves that buckets are packed into.
 
+Behind a fleet's front the ranks of several engines map it, each engine's with flags of their own,
+which the front deals out. Where it has members that cannot map it, everything is packed, and each
+bucket brings its bytes for those. A member that was given up may still read what the trainer writes
+again: then its digests differ, and its update is over anyhow.
+
 Handles are ``cuda_memory``'s. Memory is
 freed when no rank has it open: a rank sets its flag when it maps the memory and clears it after its
 last read; one that has never set it gets some time to, in case it is about to. A MIG slice has no
@@ -23,7 +28,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -32,7 +37,13 @@ from torch import Tensor
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import TransferFailed
 from rollout.weight_sync.protocol.channel import WeightChannel
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import (
+    Begun,
+    BucketHeader,
+    Mappers,
+    UpdateRequest,
+    WeightInfo,
+)
 from rollout.weight_sync.transports import cuda_memory
 from rollout.weight_sync.transports.base import (
     Accepted,
@@ -58,7 +69,7 @@ from rollout.weight_sync.transports.cuda_memory import (
 )
 from rollout.weight_sync.transports.host import host_id
 from rollout.weight_sync.transports.shared_memory import half_of
-from rollout.wire.codec import Positive, Text
+from rollout.wire.codec import ADDED, Count, Positive, Text, to_plain
 
 MAX_HALF = 256 << 20
 
@@ -72,12 +83,17 @@ def why_not(info: WeightInfo) -> str | None:
     """Why this process cannot share GPU memory with the engine's ranks; None where it can."""
     if not info.host or info.host != host_id():
         return "the engine is on another host"
+    if "ipc" not in info.transports:
+        return "no rank there maps memory of a GPU of this host"
     if not torch.cuda.is_available():
         return "this process has no GPU"
     if not info.devices or not all(info.devices):
         return "a rank's GPU has no UUID to share memory by (MIG)"
-    if not gpu_uuid(torch.device("cuda", torch.cuda.current_device())):
+    here = gpu_uuid(torch.device("cuda", torch.cuda.current_device()))
+    if not here:
         return "this process's GPU has no UUID to share memory by (MIG)"
+    if info.reaches and here not in info.reaches:
+        return f"its ranks do not reach this process's GPU ({here}): they do not see it, or no peer"
     return None
 
 
@@ -90,11 +106,26 @@ def released(flags: Tensor, waited: float = _OPEN_WAIT) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedAllocation:
-    """The memory: the offer of this transport. See ``pack_handle``; halves of ``half`` bytes."""
+    """The memory: the offer of this transport. See ``pack_handle``; halves of ``half`` bytes.
+
+    ``flags``: how many ranks have one that the sender looks at, over all engines; 0: those of one
+    engine, says a sender that knows of no others. ``first``: the flag of the engine's rank 0.
+    """
 
     handle: Text
     secret: Text
     half: Positive
+    flags: Count = field(default=0, metadata=ADDED)
+    first: Count = field(default=0, metadata=ADDED)
+
+    @property
+    def size(self) -> int:
+        return FLAGS + 2 * self.half
+
+    @property
+    def gpu(self) -> str:
+        """The UUID of the GPU that it is memory of; ``ValueError`` where it is malformed."""
+        return unpack_handle(self.handle, self.size, self.secret)[0]
 
 
 class CudaIpc(Transport):
@@ -127,8 +158,13 @@ class CudaIpcSender(Sender):
     bytes_go = "memory"
 
     def __init__(self, info: WeightInfo, bucket_bytes: int, timeout: float) -> None:
-        self._ranks, self._timeout = info.tensor_parallel_size, timeout
-        self._maps = "regions" in info.features
+        # A fleet tells of every rank that may map it.
+        deals = "cards" in info.features
+        self._ranks = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
+        self._timeout, self._maps = timeout, "regions" in info.features
+        self._reaches = frozenset(info.reaches)
+        self._mappers: Mappers | None = None
+        self._kept: list[Tensor] = []  # the source's, which a member that was given up may read
         self._given: list[tuple[int, Allocation, str]] = []  # handles given out, by start
         self._uuids: dict[torch.device, str] = {}
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
@@ -149,8 +185,17 @@ class CudaIpcSender(Sender):
         self.buffers = whole[FLAGS : FLAGS + half], whole[FLAGS + half :]
         self._secret = secret
         packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
-        self.offer = asdict(SharedAllocation(handle=packed, secret=secret, half=half))
+        flags = self._ranks if deals else 0
+        self.offer = to_plain(
+            SharedAllocation(handle=packed, secret=secret, half=half, flags=flags)
+        )
         torch.cuda.current_stream(self._device).synchronize()
+
+    def accepted(self, begun: Begun) -> None:
+        self._mappers = begun.mappers
+        if begun.mappers is not None:
+            self._ranks = min(self._ranks, begun.mappers.ranks)
+            self._reaches = frozenset(begun.mappers.reaches)
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         channel.wait(0, timeout)
@@ -161,7 +206,11 @@ class CudaIpcSender(Sender):
             half.copy_(payload)
         # A rank's stream knows nothing of ours: what is announced has to be there.
         torch.cuda.current_stream(self._device).synchronize()
-        channel.bucket(header, None)
+        channel.bucket(header, half.cpu() if self._carries else None)
+
+    @property
+    def _carries(self) -> str:
+        return "" if self._mappers is None else self._mappers.carries
 
     def wait(self, channel: WeightChannel, index: int, timeout: float) -> None:
         channel.wait(index, timeout)
@@ -170,10 +219,15 @@ class CudaIpcSender(Sender):
     def why_packed(self, channel: WeightChannel, tensor: Tensor) -> str | None:
         if not self._maps:
             return "the engine is of a version that maps no memory but buckets"
+        if self._carries:
+            return self._carries
         if not tensor.is_contiguous():
             return "it is not contiguous"
-        if not self._uuid(tensor.device):
+        uuid = self._uuid(tensor.device)
+        if not uuid:
             return "its GPU has no UUID to share memory by (MIG)"
+        if self._reaches and uuid not in self._reaches:
+            return "it lies on a GPU that not all ranks reach"
         try:
             self._handle(tensor)
         except TransferFailed as error:
@@ -193,6 +247,8 @@ class CudaIpcSender(Sender):
         for device in {region.device for region in regions}:
             torch.cuda.synchronize(device)  # a rank's stream knows nothing of ours
         self._unread.add(header.index)
+        if self._mappers is not None:
+            self._kept += regions
         channel.bucket(replace(header, entries=tuple(entries), regions=tuple(handles)), None)
 
     def _handle(self, tensor: Tensor) -> tuple[Allocation, str]:
@@ -244,7 +300,8 @@ class CudaIpcSender(Sender):
             del self._whole
             over = threading.Event()  # the program ends, which frees it, too
             flags = whole[: self._ranks]
-            free = partial(_free, self._runtime, pointer, flags, self._device, over)
+            kept, self._kept = self._kept, []
+            free = partial(_free, self._runtime, pointer, flags, self._device, over, kept)
             NativeThread("free-ipc", free, over.set).start()
 
 
@@ -255,6 +312,7 @@ class CudaIpcReceiver:
         self, shared: SharedAllocation, rank: int, bucket_bytes: int, device: torch.device
     ) -> None:
         self._shared, self._rank, self._device = shared, rank, device
+        self._flag = shared.first + rank
         self._limit = whole_pages(bucket_bytes)
         self._memory: Tensor | None = None
         self._mapped: dict[str, Tensor] = {}  # of the sender's own allocations, by handle
@@ -263,9 +321,9 @@ class CudaIpcReceiver:
         shared = self._shared
         if shared.half % FLAGS or not 0 < shared.half <= min(self._limit, MAX_HALF):
             raise self._refused(f"halves of {shared.half} bytes were not agreed on")
-        if self._rank >= FLAGS:
-            raise self._refused(f"it has flags for {FLAGS} ranks")
-        size = FLAGS + 2 * shared.half
+        size, flags = shared.size, min(shared.flags or FLAGS, FLAGS)
+        if self._flag >= flags:
+            raise self._refused(f"it has flags for {flags} ranks")
         try:
             uuid, handle = unpack_handle(shared.handle, size, shared.secret)
         except ValueError as error:
@@ -274,7 +332,7 @@ class CudaIpcReceiver:
         if owner is None:
             raise self._refused(f"this rank does not see the GPU {uuid}")
         with torch.cuda.device(owner):
-            self._memory = torch.as_tensor(_Mapped(handle, size, owner, self._rank), device=owner)
+            self._memory = torch.as_tensor(_Mapped(handle, size, owner, self._flag), device=owner)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
         return half_of(self._memory, FLAGS, self._shared.half, header, self._rank)
@@ -338,10 +396,10 @@ class _Region(ForeignMemory):
 class _Mapped(ForeignMemory):
     """A sender's memory in this process: flagged while it is open, unmapped at its end."""
 
-    def __init__(self, handle: bytes, nbytes: int, device: torch.device, rank: int) -> None:
-        self._runtime, self._device, self._rank = cuda_memory.Runtime(), device, rank
+    def __init__(self, handle: bytes, nbytes: int, device: torch.device, flag: int) -> None:
+        self._runtime, self._device, self._flag = cuda_memory.Runtime(), device, flag
         super().__init__(self._runtime.open(handle), nbytes)
-        self._runtime.set_byte(self.pointer + rank, _OPEN)
+        self._runtime.set_byte(self.pointer + flag, _OPEN)
 
     def __del__(self) -> None:
         pointer = getattr(self, "pointer", 0)
@@ -349,7 +407,7 @@ class _Mapped(ForeignMemory):
             return
         try:
             with torch.cuda.device(self._device):
-                self._runtime.set_byte(pointer + self._rank, _CLOSED)
+                self._runtime.set_byte(pointer + self._flag, _CLOSED)
                 self._runtime.close(pointer)
         except TransferFailed as error:
             _log.warning("a sender's GPU memory could not be unmapped: %s", error)
@@ -361,8 +419,11 @@ def _free(
     flags: Tensor,
     device: torch.device,
     over: threading.Event,
+    kept: Sequence[Tensor],
 ) -> None:
-    """Freeing what a rank still has open is undefined; a rank that died leaves its flag set."""
+    """Freeing what a rank still has open is undefined; a rank that died leaves its flag set.
+    ``kept``: tensors of the source, whose memory lives until then, too.
+    """
     with torch.cuda.device(device):
         if wait_released(flags, over):
             runtime.free(pointer)

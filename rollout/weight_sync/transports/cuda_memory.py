@@ -187,6 +187,15 @@ def tensor_at(pointer: int, nbytes: int, device: torch.device) -> Tensor:
     return torch.as_tensor(ForeignMemory(pointer, nbytes), device=device)
 
 
+def reached_gpus(device: torch.device) -> list[str]:
+    """UUIDs of the GPUs whose memory this process can map and work on from ``device``."""
+    if not gpu_uuid(device):
+        return []
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    near = (x for x in gpus if x == device or torch.cuda.can_device_access_peer(device, x))
+    return [uuid for uuid in map(gpu_uuid, near) if uuid]
+
+
 def device_of(uuid: str) -> torch.device | None:
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)

@@ -136,6 +136,7 @@ def install() -> None:
         "set_device": set_device,
         "get_device_name": lambda *_: "pretended",
         "get_device_properties": properties,
+        "can_device_access_peer": lambda a, b: True,
         "mem_get_info": lambda *_: (MEMORY - allocated(), MEMORY),
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
