@@ -457,6 +457,41 @@ def updates_run(report: Any, name: str) -> None:
         _report_updates(report, name, found["transport"], found)
 
 
+def fleet_run(report: Any, name: str) -> None:
+    """Full updates of two engines on one GPU, behind a front, from another process: each maps the
+    trainer's memory; beside the same update of one engine, in "updates".
+    """
+    from rollout import AsyncRollout, Rollout
+    from rollout.fleet.backend import FleetBackend
+    from rollout.fleet.fleet import Fleet
+    from rollout.fleet.record import Record
+
+    settings: dict[str, Any] = {
+        "device": DEVICE.type,
+        "executor": "auto" if report.dry else "multiprocess",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "kv_cache_bytes": (1 << 24) if report.dry else 4 << 30,
+    }
+    with (
+        config_directory(name) as folder,
+        tempfile.TemporaryDirectory() as record,
+        Rollout(str(folder), **settings) as one,
+        Rollout(str(folder), **settings) as other,
+    ):
+        fleet = Fleet(Record(Path(record), 5.0), lease=5.0)
+        for engine in (one, other):
+            fleet.add(engine.address)
+        with Rollout.over(lambda: AsyncRollout.over(FleetBackend(fleet))) as front:
+            fleet.wait_serving(2, 30.0)
+            found = _child("update", {"address": front.address, "model": name})
+    way = found["details"].get("members_map", {})
+    if CUDA and set(way.values()) != {"the trainer's GPU"}:
+        raise AssertionError(f"not every member mapped the trainer's GPU: {found['details']}")
+    _report_updates(report, f"{name} to two members", found["transport"], found)
+
+
 def _report_updates(report: Any, name: str, way: str, found: dict[str, Any]) -> None:
     goal = GOALS.get((name, way), 0.0)
     report.add(f"{name} by {way}, the first", found["first"] * 1e3, "ms")

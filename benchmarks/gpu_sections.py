@@ -285,6 +285,17 @@ def updates(model: str) -> Callable[[Any], None]:
     return run
 
 
+def fleet(model: str) -> Callable[[Any], None]:
+    """Full updates of a fleet of two engines on one card, which both map the trainer's memory."""
+
+    def run(report: Any) -> None:
+        from gpu_models import fleet_run
+
+        fleet_run(report, "tiny" if report.dry else model)
+
+    return run
+
+
 def nccl(report: Any) -> None:
     """A group of as many ranks as there are cards (one process each), and its broadcast."""
     from gpu_models import nccl_run
@@ -302,6 +313,7 @@ SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
     ("decode-8b", 90, decode("8b")),
     ("updates-1b", 60, updates("1b")),
     ("updates-8b", 80, updates("8b")),
+    ("fleet-1b", 60, fleet("1b")),
     ("logprobs", 30, logprobs),
     ("rivals", 60, rivals),
     ("engine", 110, engine),
