@@ -62,6 +62,7 @@ from rollout.weight_sync.protocol.unload import unload
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.codec import from_json
 from rollout.wire.version import (
+    FEATURES,
     ServerInfo,
     agreed,
 )
@@ -269,7 +270,8 @@ class RolloutClient:
         return self
 
     def info(self) -> WeightInfo:
-        return from_json(WeightInfo, self._ask("Info", pb.WeightInfoRequest(), self.timeout).json)
+        asked = pb.WeightInfoRequest(features=FEATURES)
+        return from_json(WeightInfo, self._ask("Info", asked, self.timeout).json)
 
     @property
     def local_address(self) -> str:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import version
 
 import grpc
@@ -154,6 +155,19 @@ def test_what_a_noun_got_later_does_not_travel_until_it_is_used(engine):
     assert from_json(Seal, to_json(used)) == used
     with pytest.raises(TransferFailed, match="unknown fields: 'later'"):
         from_plain(Seal, {**seal, "later": 1})
+
+
+def test_a_trainer_is_told_of_the_gpus_that_ranks_reach_if_it_knows_the_word(engine, monkeypatch):
+    coordinator = engine._async.backend._coordinator
+    info = replace(coordinator.info(), reaches=("a GPU",))
+    monkeypatch.setattr(coordinator, "info", lambda: info)
+    with grpc.insecure_channel(engine.address) as channel:
+        for features, told in (((), False), (("cards", "of later"), True)):
+            request = rollout_pb2.WeightInfoRequest(features=features)
+            answer = WeightSyncStub(channel).Info(request, timeout=60)
+            assert ("reaches" in json.loads(answer.json)) == told
+    with closing(RolloutClient(engine.address)) as client:
+        assert client.info().reaches == ("a GPU",)
 
 
 @pytest.mark.parametrize("verb", ["ServerInfo", "Generate", "Info", "Update"])

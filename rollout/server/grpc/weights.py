@@ -55,6 +55,8 @@ class WeightSyncService:
         info = await asyncio.to_thread(self._rollout.backend.info)
         # Bytes that go with the calls go through this port here, in a stream that survives a cut.
         offers = served(info.transports)
+        if "cards" not in request.features:
+            info = replace(info, reaches=())
         return document(replace(info, transports=offers))
 
     @answers
