@@ -3,6 +3,8 @@
     python benchmarks/fleet.py update CHECKPOINT [--sizes 2,4]    FSDP2 over 2 ranks; seconds, skew
     python benchmarks/fleet.py front CHECKPOINT [--streams 64,256]    requests with and without it
     python benchmarks/fleet.py front-http CHECKPOINT    the same streamed over /v1/completions
+    python benchmarks/fleet.py front-told CHECKPOINT [--new-tokens 256]    of calls that are not
+        streamed: a front that hears how far they are, beside one that does not
     python benchmarks/fleet.py death CHECKPOINT    a member killed: noticed, and caught up, when
 
 Real processes, started here, one thread each; what is compared takes turns. Prints JSON lines, of
@@ -32,6 +34,13 @@ from trainer_group import TRAINERS
 
 SERVE = ("--port", "0", "--grpc-port", "0", "--exit-with-stdin")
 CPU_OF = ("trainers", "service")
+UNTOLD = """
+import sys
+from rollout.cli.main import main
+from rollout.fleet import call
+call.INTERVAL = sys.maxsize
+sys.exit(main())
+"""
 ENGINE = ("--device", "cpu", "--num-threads", "1", "--max-num-seqs", "256")
 
 
@@ -65,10 +74,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def service(*words: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
+def service(
+    *words: str, program: Sequence[str] = ("-m", "rollout")
+) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
     """A ``rollout`` process: its HTTP and gRPC addresses once it is ready."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "rollout", *words, *SERVE],
+        [sys.executable, *program, *words, *SERVE],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
@@ -195,14 +206,77 @@ def cpu_of_tree(pid: int) -> float:
 def front(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One engine by itself, and the same one through a front, in turns."""
     with contextlib.ExitStack() as stack:
-        direct = stack.enter_context(engine(args.checkpoint))
-        record = stack.enter_context(tempfile.TemporaryDirectory())
-        through = stack.enter_context(
-            service("fleet", "--engine", direct[1], "--record", record, "--lease", "20")
-        )
+        direct, through = _pair(stack, args.checkpoint)
         kind = _Streams if args.what == "front-http" else _Calls
         pids = [process.pid for *_, process in (direct, through)]
         yield from asyncio.run(_front(args, pids, *(kind(*one[:2]) for one in (direct, through))))
+
+
+def _pair(stack: contextlib.ExitStack, checkpoint: str, **how: Any) -> list[Any]:
+    """An engine, and a front over it."""
+    direct = stack.enter_context(engine(checkpoint))
+    record = stack.enter_context(tempfile.TemporaryDirectory())
+    words = ("fleet", "--engine", direct[1], "--record", record, "--lease", "20")
+    return [direct, stack.enter_context(service(*words, **how))]
+
+
+def front_told(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Two pairs of an engine and a front: what each front costs its engine's calls, in turns."""
+    with contextlib.ExitStack() as stack:
+        programs = ("-m", "rollout"), ("-c", UNTOLD)
+        pairs = [_pair(stack, args.checkpoint, program=one) for one in programs]
+        pids = [[process.pid for *_, process in pair] for pair in pairs]
+        clients = [[_Calls(*one[:2]) for one in pair] for pair in pairs]
+        yield from asyncio.run(_told(args, pids, clients))
+
+
+async def _told(
+    args: argparse.Namespace, pids: Sequence[Sequence[int]], clients: Sequence[Sequence[_Calls]]
+) -> list[dict[str, Any]]:
+    """``pids`` and ``clients``: of an engine and its front, of both pairs."""
+    numbers, lines = itertools.count(100), []
+    asked = {"max_tokens": args.new_tokens, "temperature": 0.0, "ignore_eos": True}
+
+    async def measured(pair: int, place: int, streams: int) -> tuple[float, float]:
+        """Tokens per second, and CPU microseconds of a token."""
+        prompts = [[next(numbers) % 5000 + 10, *range(10, 41)] for _ in range(streams)]
+        before, began = sum(map(cpu_of_tree, pids[pair])), time.perf_counter()
+        client = clients[pair][place]
+        await asyncio.gather(*(client.generate(prompt, asked) for prompt in prompts))
+        took, tokens = time.perf_counter() - began, streams * args.new_tokens
+        return tokens / took, 1e6 * (sum(map(cpu_of_tree, pids[pair])) - before) / tokens
+
+    try:
+        for streams in map(int, args.streams.split(",")):
+            places = [(pair, place) for pair in (0, 1) for place in (0, 1)]
+            found: dict[tuple[int, int], list[tuple[float, float]]] = {p: [] for p in places}
+            for turn in range(args.rounds + 1):
+                for place in places if turn % 2 else reversed(places):
+                    one = await measured(*place, streams)
+                    found[place] += [one] if turn else []
+            told, untold = (
+                [f[0] / d[0] for d, f in zip(found[n, 0], found[n, 1], strict=True)] for n in (0, 1)
+            )
+            both = zip(found[0, 1], found[1, 1], strict=True)
+            lines.append(
+                {
+                    "what": args.what,
+                    "streams": streams,
+                    "new_tokens": args.new_tokens,
+                    "told_tokens_per_s": spread([rate for rate, _ in found[0, 1]]),
+                    "untold_tokens_per_s": spread([rate for rate, _ in found[1, 1]]),
+                    "told_of_untold": spread([a[0] / b[0] for a, b in both]),
+                    "told_of_direct": spread(told),
+                    "untold_of_direct": spread(untold),
+                    "told_cpu_us_a_token": spread([cpu for _, cpu in found[0, 1]]),
+                    "untold_cpu_us_a_token": spread([cpu for _, cpu in found[1, 1]]),
+                    "direct_cpu_us_a_token": spread([c for n in (0, 1) for _, c in found[n, 0]]),
+                }
+            )
+    finally:
+        for client in (one for pair in clients for one in pair):
+            await client.shutdown()
+    return lines
 
 
 class _Calls:
@@ -369,7 +443,9 @@ def wait_for(http: str, holds: Any, limit: float = 300.0) -> None:
         time.sleep(0.005)
 
 
-COURSES = {"update": update, "front": front, "front-http": front, "death": death}
+COURSES = {
+    "update": update, "front": front, "front-http": front, "front-told": front_told, "death": death,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

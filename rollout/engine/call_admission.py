@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from rollout.engine.input_processor import InputProcessor
 from rollout.engine.output import OutputProcessor
-from rollout.engine.request_state import Call, Sink
+from rollout.engine.request_state import Call, RequestState, Sink
 from rollout.errors import EngineError, RolloutError
 from rollout.generation import Request
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 class CallAdmission:
     """``refusal``: why no request can be taken now, if so. ``at_boundary`` runs a function in the
-    engine's thread, between two steps.
+    engine's thread, between two steps; ``judge`` ends there what is too old to be taken on.
     """
 
     def __init__(
@@ -27,8 +27,9 @@ class CallAdmission:
         outputs: OutputProcessor,
         refusal: Callable[[], RolloutError | None],
         at_boundary: Callable[[Callable[[], None]], Future[None]],
+        judge: Callable[[list[RequestState]], None],
     ) -> None:
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs, self._outputs, self._judge = inputs, outputs, judge
         self._refusal, self._at_boundary = refusal, at_boundary
 
     def take(self, requests: Sequence[Request], sink: Sink, *, stream: bool) -> None:
@@ -45,7 +46,9 @@ class CallAdmission:
             with self._inputs.handing_over(requests):
                 refusal = self._refusal()
                 if refusal is None:
-                    self._outputs.add(self._inputs.build(requests, call, arrived))
+                    states = self._inputs.build(requests, call, arrived)
+                    self._outputs.add(states)
+                    self._judge(states)
         except RolloutError as error:  # an adapter that was unloaded since the call was judged
             refusal = error
         except Exception as error:

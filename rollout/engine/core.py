@@ -214,7 +214,7 @@ class EngineCore:
             places=self.places,
         )  # fmt: skip
         self._admission = CallAdmission(
-            self.inputs, self.outputs, self._refusal, self._loop.at_boundary
+            self.inputs, self.outputs, self._refusal, self._loop.at_boundary, self._switch.judge
         )
         self._control = Control(
             self._loop, self.scheduler, self.outputs, self.pins, self.call, config.timeout

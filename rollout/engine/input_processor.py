@@ -157,7 +157,8 @@ class InputProcessor:
         text = None
         if self._tokenizer is not None and params.detokenize:
             text = Detokenizer(self._tokenizer, prompt, params)
-        sample = Sample(seq, text, stepwise=stream or bool(params.stop))
+        tells_each = stream and params.stream_interval == 1
+        sample = Sample(seq, text, stepwise=tells_each or bool(params.stop))
         if request.delivered:
             sample.go_on(request.delivered[index])
         return sample

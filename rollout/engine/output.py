@@ -120,12 +120,11 @@ class OutputProcessor:
                 ended = sample.check_stop(self._model.eos_ids)
             except Exception as error:  # its text, most likely; the others' tokens are good
                 log.exception("request %r cannot go on", seq.request_id)
-                text = f"request {seq.request_id!r} failed: {type(error).__name__}: {error}"
-                self.fail(EngineError(text), [seq.request_id])
+                self._fail_for_text(state, error)
                 continue
             if ended:
                 self._close(state, sample)
-            elif state.call.stream:
+            elif state.call.stream and sample.is_due:
                 self._changed[state.request.request_id] = state
         if followed:
             self._counters.inter_token.observe(now - before, followed)
@@ -171,6 +170,24 @@ class OutputProcessor:
         self._adapter_commits.note(version, adapters)
         return again
 
+    def end_stale_begun(
+        self, states: Iterable[RequestState], default: int | None, on_stale: str
+    ) -> None:
+        """Judge what other engines have begun, as the commits since then would have here.
+
+        All of its KV is computed by the live weights: what "recompute" asks for.
+        """
+        for state in states:
+            for sample in state.samples:
+                seq, params = sample.sequence, sample.sequence.params
+                most = default if params.max_staleness is None else params.max_staleness
+                if seq.finish_reason is None and most is not None and self._staleness(seq) > most:
+                    policy = params.on_stale or on_stale
+                    self._counters.stale[policy] += 1
+                    if policy != "recompute":
+                        sample.end_for_staleness(policy)
+                        self._close(state, sample)
+
     def newest(self, seq: Sequence) -> AdapterVersion | None:
         """What its adapter is now; what it was where that has been unloaded."""
         if seq.adapter is None or self._adapters is None:
@@ -200,7 +217,7 @@ class OutputProcessor:
             _deliver(call, error)
 
     def refuse(self, call: Call, error: BaseException) -> None:
-        """End a call that was never taken over."""
+        """End a call, whether or not it was taken over."""
         self._drop(call)
         _deliver(call, error)
 
@@ -208,9 +225,16 @@ class OutputProcessor:
         """Hand every changed request to its sink; a sink that raises loses its call."""
         changed, self._changed = self._changed, {}
         for state in changed.values():
-            snapshot = state.snapshot(
-                self._epoch, self._staleness, self._model.sparse_layers, self._model.labels
-            )
+            if state.request.request_id not in state.call.open:
+                continue  # of a call that another of its requests has ended
+            try:
+                snapshot = state.snapshot(
+                    self._epoch, self._staleness, self._model.sparse_layers, self._model.labels
+                )
+            except Exception as error:  # its text, as above
+                log.exception("request %r cannot go on", state.request.request_id)
+                self._fail_for_text(state, error)
+                continue
             if snapshot.finished:
                 state.call.open.discard(snapshot.request_id)
                 self._live_ids.discard(snapshot.request_id)
@@ -302,6 +326,11 @@ class OutputProcessor:
         newest = self.newest(seq)
         base = self._scheduler.blocks.version
         return base if newest is None else max(base, newest.version)
+
+    def _fail_for_text(self, state: RequestState, error: Exception) -> None:
+        name = state.request.request_id
+        text = f"request {name!r} failed: {type(error).__name__}: {error}"
+        self.refuse(state.call, EngineError(text))
 
     def _drop(self, call: Call) -> None:
         for request_id in call.open:

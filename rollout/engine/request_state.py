@@ -129,12 +129,21 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """A sequence and its text. Without stop strings or a stream, text is made once, at the end."""
+    """A sequence and its text. Without stop strings or a stream of every token (``stepwise``), text
+    is made at the end, of all tokens, and before it of those that an output tells.
+    """
 
     sequence: Sequence
     text: Detokenizer | None
     stepwise: bool
     last_time: float = 0.0
+    told: int = 0  # tokens of the last output
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a stream is to have its newest token now: the first, or an interval's last."""
+        more = self.sequence.output_len - self.told
+        return not self.told or more >= self.sequence.params.stream_interval
 
     def check_stop(self, eos_ids: frozenset[int]) -> bool:
         """Look at the newest token: does it end the sample? Sets the finish and stop reasons."""
@@ -169,7 +178,8 @@ class Sample:
         if seq.kept is not None and delivered.sampling_mask is not None:
             seq.kept += delivered.sampling_mask.rows()
         seq.finish_reason, seq.stop_reason = delivered.finish_reason, delivered.stop_reason
-        if self.text is not None and self.stepwise:
+        self.told = seq.output_len
+        if self.text is not None:
             self.text.feed(delivered.token_ids, final=seq.finish_reason is not None)
 
     def abort(self) -> None:
@@ -177,8 +187,10 @@ class Sample:
 
     def complete(self) -> None:
         """Nothing may follow; its last token is text, unlike one that stops."""
-        if self.text is not None:
-            self.text.feed(() if self.stepwise else self.sequence.output_token_ids, final=True)
+        if self.text is not None and self.stepwise:
+            self.text.feed((), final=True)
+        elif self.text is not None:
+            self.text.make(self.sequence.output_token_ids)
         self.sequence.finish_reason = "stop"
 
     def end_answerless(self) -> None:
@@ -199,6 +211,9 @@ class Sample:
         """``staleness``: of a sequence, as of now."""
         seq = self.sequence
         finished = seq.finish_reason is not None
+        if self.text is not None and not (finished or self.stepwise):
+            self.text.feed(seq.token_ids[seq.prompt_len + self.told :])
+        self.told = seq.output_len
         return SampleSnapshot(
             seq,
             seq.output_len,
@@ -224,7 +239,7 @@ class Sample:
             )
             return
         output = seq.output_token_ids
-        self.text.feed(output[:-1] if hidden else output, final=True)
+        self.text.make(output[:-1] if hidden else output)
 
 
 @dataclass(slots=True, eq=False)

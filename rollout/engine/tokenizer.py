@@ -193,12 +193,16 @@ class Detokenizer:
     without the new tokens, and keep the difference. Stop strings are found in new text only.
     """
 
-    __slots__ = ("_ids", "_params", "_prefix", "_read", "_stop", "_tokenizer", "hold", "text")
+    __slots__ = (
+        *("_ids", "_params", "_prefix", "_prompt", "_read", "_stop", "_tokenizer"),
+        *("hold", "text"),
+    )
 
     def __init__(self, tokenizer: Decodes, prompt: Sequence[int], params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._ids = list(prompt[-_CONTEXT:])
+        self._prompt = list(prompt[-_CONTEXT:])
+        self._ids = self._prompt[:]
         self._prefix = 0
         self._read = len(self._ids)
         self._stop = params.stop
@@ -208,18 +212,30 @@ class Detokenizer:
         self.text = ""
 
     def feed(self, token_ids: Sequence[int], *, final: bool = False) -> None:
-        """Add tokens; ``final`` shows even the pieces of an incomplete character."""
+        """Add tokens; ``final`` shows even the pieces of an incomplete character.
+
+        Of several tokens as many are shown as if they had come one by one.
+        """
+        known = len(self._ids)
         self._ids.extend(token_ids)
-        window = self._ids[self._prefix :]
-        if len(window) == self._read - self._prefix:
+        window, shown = self._ids[self._prefix :], self._read - self._prefix
+        if len(window) == shown:
             return
         skip = self._params.skip_special_tokens
         decode = self._tokenizer.decode
-        old = decode(window[: self._read - self._prefix], skip_special_tokens=skip)
-        new = decode(window, skip_special_tokens=skip)
-        if final or (len(new) > len(old) and not new.endswith(_INCOMPLETE)):
-            self.text += new[len(old) :]
-            self._prefix, self._read = self._read, len(self._ids)
+        old = decode(window[:shown], skip_special_tokens=skip)
+        for count in range(len(window), min(known - self._prefix, len(window) - 1), -1):
+            new = decode(window[:count], skip_special_tokens=skip)
+            if final or (len(new) > len(old) and not new.endswith(_INCOMPLETE)):
+                self.text += new[len(old) :]
+                self._prefix, self._read = self._read, self._prefix + count
+                return
+
+    def make(self, token_ids: Sequence[int]) -> None:
+        """The text of all tokens of a sample that has ended, in the place of what there was."""
+        self._ids, self._prefix, self._read = self._prompt[:], 0, len(self._prompt)
+        self.text = ""
+        self.feed(token_ids, final=True)
 
     def cut_at_stop(self, new_from: int) -> str | None:
         """The stop string that ends first in the text from ``new_from`` on; ``text`` is cut there.

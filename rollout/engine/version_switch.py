@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins, PinTerms
+from rollout.engine.request_state import RequestState
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import Sequence, Status
 
@@ -67,6 +68,12 @@ class VersionSwitch:
         elif pin is None and (asked := [s for s in scheduler.begun() if s.params.pin]):
             self._pins.refuse(asked, version, in_flight)
         blocks.set_version(version, pin=self._pins.version is not None)
+
+    def judge(self, states: Iterable[RequestState]) -> None:
+        """Of requests that other engines have begun: they may be older than is allowed."""
+        begun = [state for state in states if state.request.delivered]
+        if begun:
+            self._outputs.end_stale_begun(begun, *self._stale)
 
     def _to_pin(self, in_flight: str) -> list[Sequence]:
         """What has begun, or of that the requests that ask for it, with all of their groups."""

@@ -17,15 +17,18 @@ from rollout.generation import (
     SamplingParams,
     parts_of,
 )
+from rollout.generation.sampling_params import MAX_INT
 from rollout.rpc.client import RolloutClient
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]
+INTERVAL = 64  # tokens of a sample after which a call that is not streamed hears how far it is
 
 
 @dataclass(slots=True, kw_only=True)
 class FleetCall:
     """``options`` are there for conversations. ``begun``: what was delivered last, by row, of a
-    stream; ``left``: the rows that have not finished.
+    stream, or told of what is not streamed; ``left``: the rows that have not finished; ``told``:
+    those of which a member tells before their end, so that they can go on elsewhere behind it.
 
     Requests without a seed get one here, so that whichever member goes on draws the same tokens.
     ``sessions``: of each row; the members are not told. ``given``: of each conversation, what
@@ -40,27 +43,73 @@ class FleetCall:
     given: Sequence[tuple[Completion, ...]] | None = None
     begun: dict[int, RequestOutput] = field(default_factory=dict)
     left: set[int] = field(init=False)
+    told: set[int] = field(init=False)
     sessions: Sequence[str | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.left = set(range(len(self.prompts)))
+        self.told = {row for row in self.left if self.stream or self._is_long(row)}
         self.sessions = [p.session_id for p in self.params]
         self.params = [
-            replace(p, seed=secrets.randbits(62) if p.seed is None else p.seed, session_id=None)
-            for p in self.params
+            replace(
+                p,
+                seed=secrets.randbits(62) if p.seed is None else p.seed,
+                session_id=None,
+                stream_interval=p.stream_interval if self.stream else self._interval(row),
+            )
+            for row, p in enumerate(self.params)
         ]
 
     def outputs(self, client: RolloutClient, rows: Sequence[int]) -> Outputs:
-        """Of these rows by a member: all are new, or all have begun elsewhere."""
+        """Of these rows by a member: all are new, or all have begun elsewhere.
+
+        Of what is not streamed outputs that have not finished may come, too.
+        """
+        stream = self.stream or (
+            "intervals" in client.features and any(row in self.told for row in rows)
+        )
         params = [self.params[row] for row in rows]
         ids = [self.request_ids[row] for row in rows]
         begun = rows[0] in self.begun
         if self.options is not None and not (begun and all(map(self._is_plain, rows))):
             return client.chat(
                 [self.prompts[row] for row in rows], params, ids, self.options,
-                stream=self.stream, delivered=[self._delivered(row) for row in rows],
+                stream=stream, delivered=[self._delivered(row) for row in rows],
             )  # fmt: skip
-        return client.generate([self._prompt(row) for row in rows], params, ids, stream=self.stream)
+        return client.generate([self._prompt(row) for row in rows], params, ids, stream=stream)
+
+    def forget(self, epoch: int, version: int) -> None:
+        """Of what is not streamed have rows begin anew that cannot go on as they are once this
+        version is live: those of another epoch, and those that finish on the version they began
+        with.
+        """
+        for row in () if self.stream else list(self.begun):
+            output = self.begun[row]
+            versions = {s.version for one in output.outputs for s in one.weight_versions}
+            if output.epoch != epoch or (self.params[row].pin and versions != {version}):
+                del self.begun[row]
+
+    def delivered(self, row: int, output: RequestOutput, epoch: int) -> RequestOutput:
+        """``output`` of a member as it leaves the fleet."""
+        before = self.begun.get(row)
+        if before is None:
+            output = replace(output, epoch=epoch)
+        else:
+            samples = zip(before.outputs, output.outputs, strict=True)
+            kept = [old if old.finish_reason is not None else new for old, new in samples]
+            scored = max(before.prompt_logprobs or [], output.prompt_logprobs or [], key=len)
+            output = replace(
+                output, epoch=epoch, prompt=before.prompt, outputs=kept,
+                prompt_logprobs=scored or None,
+                hidden_state=before.hidden_state or output.hidden_state,
+            )  # fmt: skip
+        if row in self.told:
+            self.begun[row] = output
+        if output.finished:
+            self.left.discard(row)
+        return output
+
+    # ---- helpers ----
 
     def _prompt(self, row: int) -> AnyPrompt:
         """As a member takes it that may have to go on behind what was delivered."""
@@ -83,22 +132,17 @@ class FleetCall:
         contents = (message.get("content") for message in self.prompts[row])
         return all(isinstance(content, str | None) for content in contents)
 
-    def delivered(self, row: int, output: RequestOutput, epoch: int) -> RequestOutput:
-        """``output`` of a member as it leaves the fleet."""
-        before = self.begun.get(row)
-        if before is None:
-            output = replace(output, epoch=epoch)
-        else:
-            samples = zip(before.outputs, output.outputs, strict=True)
-            kept = [old if old.finish_reason is not None else new for old, new in samples]
-            scored = max(before.prompt_logprobs or [], output.prompt_logprobs or [], key=len)
-            output = replace(
-                output, epoch=epoch, prompt=before.prompt, outputs=kept,
-                prompt_logprobs=scored or None,
-                hidden_state=before.hidden_state or output.hidden_state,
-            )  # fmt: skip
-        if self.stream:
-            self.begun[row] = output
-        if output.finished:
-            self.left.discard(row)
-        return output
+    def _is_long(self, row: int) -> bool:
+        """Whether what is not streamed is told of: it has something to lose, and brings nothing
+        that would come whole each time.
+        """
+        params = self.params[row]
+        scores = params.prompt_logprobs is not None or params.hidden_state
+        heavy = scores or params.return_routed_experts or params.return_sampling_mask
+        return not heavy and (params.max_tokens is None or params.max_tokens > INTERVAL)
+
+    def _interval(self, row: int) -> int:
+        """Of what is not streamed; the others of a member's call are asked for nothing before
+        their end.
+        """
+        return INTERVAL if row in self.told else MAX_INT

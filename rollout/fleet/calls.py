@@ -158,7 +158,9 @@ class Calls:
                 ):
                     async for index, output in got:
                         row, until = share[index], None
-                        yield row, call.delivered(row, output, self._fleet.epoch)
+                        output = call.delivered(row, output, self._fleet.epoch)
+                        if call.stream or output.finished:
+                            yield row, output
             except LOST as error:
                 again = [row for row in share if row in call.left]
                 if again:
@@ -179,6 +181,7 @@ class Calls:
                     if not await self._somebody(until, lost):
                         raise
                     refused.clear()
+                call.forget(self._fleet.epoch, self._fleet.version)
                 begun = [row for row in again if row in call.begun]
                 for part in (begun, [row for row in again if row not in call.begun]):
                     todo += self._shares(call, part, refused | lost.names()).items()

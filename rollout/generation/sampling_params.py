@@ -313,6 +313,12 @@ class SamplingParams:
         _flag,
         "bring the tokens that top_p, top_k, min_p and masks left to draw from, as `sampling_mask`",
     )
+    stream_interval: int = _param(
+        1,
+        _whole(1, MAX_INT, "at least 1, in 64 bits"),
+        "of a stream: tokens of a sample between two outputs; its first token and its end come at "
+        "once",
+    )
     detokenize: bool = _param(True, _flag, "make `text`; else token ids alone", served=False)
     skip_special_tokens: bool = _param(True, _flag, "leave them out of `text`")
 

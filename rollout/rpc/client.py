@@ -94,7 +94,7 @@ class RolloutClient:
         self.max_model_len = 0  # until ``start``
         self._tls = tls
         self._connection = Connection(address, token, tls)
-        self._multiplex = Multiplex(self._multiplexed, partial(error_from_rpc, address=address))
+        self._multiplex = self._new_multiplex()
         self._seen: tuple[int, int] | None = None
         self._met: Any = None  # the connection by which the service has said what it is
         self._life = 0  # its epoch then
@@ -396,9 +396,12 @@ class RolloutClient:
 
     def _known(self, params: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
         """Without what a service of an earlier version knows nothing of, and can do without."""
-        if "sessions" in self.features or all(one.session_id is None for one in params):
+        known: dict[str, Any] = {}
+        known |= {} if "sessions" in self.features else {"session_id": None}
+        known |= {} if "intervals" in self.features else {"stream_interval": 1}
+        if all(getattr(one, name) == value for one in params for name, value in known.items()):
             return params
-        return [replace(one, session_id=None) for one in params]
+        return [replace(one, **known) for one in params]
 
     def _answered(self, params: SamplingParams) -> SamplingParams:
         """For a service that draws a token in any case; an embedding is beside it."""
@@ -414,12 +417,12 @@ class RolloutClient:
     async def _outputs(
         self, method: str, request: Any
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        shares = request.stream and "multiplex" in self.features and request.ByteSize() <= SHARED
-        answers = (
-            self._multiplex.outputs(**{method.lower(): request})
-            if shares
-            else self._alone(method, request)
-        )
+        if request.stream and "multiplex" in self.features:
+            # One of its own still says of each row what is new, and not all again.
+            shared = self._multiplex if request.ByteSize() <= SHARED else self._new_multiplex()
+            answers = shared.outputs(**{method.lower(): request})
+        else:
+            answers = self._alone(method, request)
         async with aclosing(answers):
             async for index, output in answers:
                 if output.epoch != self._life:
@@ -437,6 +440,9 @@ class RolloutClient:
                     yield reply.index, output_from_proto(reply.output)
         finally:
             call.cancel()  # the server aborts what is still running; no effect on an ended call
+
+    def _new_multiplex(self) -> Multiplex:
+        return Multiplex(self._multiplexed, partial(error_from_rpc, address=self.address))
 
     def _multiplexed(self, commands: Any) -> Any:
         stub = GenerationStub(self._connection.aio())

@@ -90,7 +90,7 @@ def test_who_does_not_read_a_stream_finds_the_newest_output_alone():
 class OneMember:
     """A fleet of one that is out of service, or of another life, when its test says so."""
 
-    epoch = 1
+    epoch, version = 1, 0
     closed = False
 
     def __init__(self, lease):

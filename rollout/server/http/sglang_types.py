@@ -29,11 +29,11 @@ _SAMPLING: Mapping[str, str | None] = {
     **{name: name for name in (
         "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
         "repetition_penalty", "n", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-        "logit_bias",
+        "logit_bias", "stream_interval",
     )},
     "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
-    "spaces_between_special_tokens": None, "stream_interval": None,
+    "spaces_between_special_tokens": None,
 }  # fmt: skip
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar",
              "structural_tag": "structural_tag"}  # fmt: skip
