@@ -11,6 +11,7 @@ from shared_engines import eventually
 from rollout import AsyncRollout
 from rollout.errors import EngineClosed, InvalidRequest, TransferFailed
 from rollout.generation import SamplingParams, VersionSpan
+from rollout.rpc import client as rpc_client
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import params_to_proto, prompt_to_proto
 from rollout.rpc.growth import Cumulative, GrownRows, added, grown_rows
@@ -64,6 +65,35 @@ def test_a_shared_stream_brings_what_calls_of_their_own_bring(engine):
                 assert part.logprobs.raw == whole.logprobs.raw[:count]
                 assert whole.text.startswith(part.text)
             assert output.prompt_token_ids == last.prompt_token_ids
+
+
+def test_a_stream_of_an_interval_brings_fewer_outputs_and_the_same_last(engine, monkeypatch):
+    """Also in a stream of its own, as a large call has, and from a service that knows none."""
+    params = {**LONG, "max_tokens": 40, "logprobs": 1}
+    some = {**params, "stream_interval": 16}
+
+    async def one(client, params):
+        await client.reset_prefix_cache()  # the same bits need the same prefill
+        outputs = await streamed(client, "prompt", params)
+        return {len(o.outputs[0].token_ids) for o in outputs}, outputs[-1]
+
+    async def work(client):
+        found = [await one(client, params), await one(client, some)]
+        with monkeypatch.context() as large:
+            large.setattr(rpc_client, "SHARED", 0)
+            large.setattr(client.backend, "_multiplex", None)
+            found.append(await one(client, some))
+        backend, newer = client.backend, client.backend.features
+        backend.features = tuple(name for name in newer if name != "intervals")
+        asked = SamplingParams.from_dict(some)
+        assert backend._known([asked]) == [SamplingParams.from_dict(params)]
+        return [*found, await one(client, some)]
+
+    (_, last), *fewer, _ = found = course(engine.address, work)
+    for told, _ in fewer:
+        assert told <= {1, 17, 33, 40}
+    for _, other in found:
+        assert replace(other, request_id=last.request_id) == last
 
 
 def test_calls_of_one_moment_share_a_stream_which_ends_with_the_last(engine):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engine_core.harness import PROMPT, Sink, Start, commit, held, request, run
 from engine_core.toy_model import continuation
@@ -54,6 +56,25 @@ def test_the_engines_bound_holds_for_requests_that_bring_none(start: Start) -> N
     assert run(core, request("new", max_tokens=4))["new"].outputs[0].staleness == 0
     staleness = core.stats().staleness
     assert (staleness.count, staleness.total) == (3, 6.0)
+
+
+def test_what_another_engine_has_begun_is_judged_when_it_comes(start: Start) -> None:
+    """As the commits that it was elsewhere for would have judged it here."""
+    core = start(max_staleness=1, on_stale="abort")
+    begun = run(core, request("begun", max_tokens=5))["begun"].outputs[0]
+    begun = replace(begun, finish_reason=None)
+    for version, staleness in ((1, 1), (3, 3)):
+        commit(core, version)
+        for on_stale, reason in ((None, "abort"), ("finish", "length"), ("recompute", "length")):
+            asked = request(max_tokens=9, on_stale=on_stale)
+            sample = run(core, replace(asked, delivered=(begun,)))["a"].outputs[0]
+            ended = staleness > 1 and on_stale != "recompute"
+            assert sample.stop_reason == ("max_staleness" if ended else None)
+            assert sample.finish_reason == (reason if ended else "length")
+            assert len(sample.token_ids) == (5 if ended else 9)
+            assert sample.staleness == staleness
+    assert core.counters.stale == {"recompute": 1, "finish": 1, "abort": 1}
+    assert core.blocks.num_free == core.num_kv_blocks
 
 
 def test_samples_of_one_request_are_judged_each_by_its_own_tokens(start: Start) -> None:

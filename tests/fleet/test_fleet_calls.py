@@ -10,12 +10,20 @@ import pytest
 
 from rollout import Rollout
 from rollout.errors import EngineClosed
-from rollout.fleet.call import FleetCall
+from rollout.fleet.call import INTERVAL, FleetCall
 from rollout.fleet.calls import Calls
 from rollout.fleet.hold import Hold
 from rollout.fleet.link import Link
 from rollout.fleet.stats import summed
-from rollout.generation import RequestOutput, SamplingParams
+from rollout.generation import (
+    Completion,
+    ContinuedPrompt,
+    Logprobs,
+    RequestOutput,
+    SamplingParams,
+    VersionSpan,
+)
+from rollout.wire.version import FEATURES
 
 MEMBER = Link("m0", SimpleNamespace(), SimpleNamespace(), None)
 
@@ -64,6 +72,88 @@ def test_a_stream_that_breaks_behind_its_last_output_has_said_all():
 
     [(row, last)] = asyncio.run(course())
     assert (row, last.finished) == (0, True)
+
+
+def sample(count, version=0):
+    logs = Logprobs(*([0.0] * count for _ in range(3)))
+    return Completion(
+        index=0, text="", token_ids=[7] * count, logprobs=logs, cumulative_logprob=0.0,
+        finish_reason=None, stop_reason=None, weight_versions=(VersionSpan(version, 0, count),),
+        kv_spans=(),
+    )  # fmt: skip
+
+
+class Asked:
+    """A member's client, which notes what it is asked for."""
+
+    features = FEATURES
+
+    def generate(self, prompts, params, ids, *, stream):
+        self.prompts, self.stream = prompts, stream
+        self.intervals = [one.stream_interval for one in params]
+
+
+def unstreamed(*params):
+    return FleetCall(
+        prompts=[[1]] * len(params), params=[SamplingParams(**one) for one in params],
+        request_ids=[str(n) for n in range(len(params))], stream=False,
+    )  # fmt: skip
+
+
+LONG = {"max_tokens": None}
+
+
+def test_members_are_asked_to_tell_of_what_can_go_on_and_has_something_to_lose():
+    client = Asked()
+    for params, stream, intervals in (
+        (({"max_tokens": INTERVAL + 1}, LONG), True, [INTERVAL] * 2),
+        (({"max_tokens": INTERVAL},), False, None),
+        (({**LONG, "prompt_logprobs": 0},), False, None),
+        (({**LONG, "hidden_state": True},), False, None),
+        (({**LONG, "structured_outputs": {"regex": "a*"}},), False, None),
+        (({**LONG, "return_routed_experts": True},), False, None),
+        (({**LONG, "return_sampling_mask": True},), False, None),
+        (({**LONG, "prompt_logprobs": 0}, LONG), True, [(1 << 63) - 1, INTERVAL]),
+    ):
+        unstreamed(*params).outputs(client, range(len(params)))
+        assert client.stream == stream
+        assert intervals in (None, client.intervals)
+    client.features = tuple(name for name in FEATURES if name != "intervals")
+    unstreamed(LONG).outputs(client, [0])
+    assert not client.stream
+
+
+def test_callers_of_what_is_not_streamed_get_whole_outputs_alone():
+    async def stream():
+        for count in (1, 65):
+            yield 0, replace(output(finished=False), outputs=[sample(count)])
+        yield 0, replace(output(finished=True), outputs=[sample(70)])
+
+    async def course():
+        made = call(False)
+        made.outputs = lambda client, rows: stream()
+        return [each async for each in OfOne().run(made)]
+
+    [(row, last)] = asyncio.run(course())
+    assert (row, last.finished, len(last.outputs[0].token_ids)) == (0, True, 70)
+
+
+def test_what_may_not_mix_versions_begins_anew():
+    client = Asked()
+    told = replace(output(finished=False), outputs=[sample(65, version=3)])
+    for params, epoch, version, goes_on in (
+        (LONG, 1, 4, True),
+        ({**LONG, "pin": True}, 1, 3, True),
+        ({**LONG, "pin": True}, 1, 4, False),
+        (LONG, 2, 3, False),
+    ):
+        made = unstreamed(params)
+        made.delivered(0, told, 1)
+        made.forget(epoch, version)
+        assert made.can_go_on(0)
+        made.outputs(client, [0])
+        [prompt] = client.prompts
+        assert isinstance(prompt, ContinuedPrompt) == goes_on
 
 
 def test_who_does_not_read_a_stream_finds_the_newest_output_alone():

@@ -34,6 +34,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({**OK, "prompt_logprobs": 10**30}, "prompt_logprobs must be"),
     ({**OK, "seed": 1 << 63}, "seed must be"),
     ({**OK, "max_tokens": 10**30}, "max_tokens must be"),
+    ({**OK, "stream_interval": 0}, "stream_interval must be at least 1"),
     ({**OK, "temperature": 1e300}, "temperature must be"),
     ({**OK, "logit_bias": {str(i): 1 for i in range(65537)}}, "logit_bias must be at most 65536"),
     ({**OK, "stop": ["x"] * 257}, "stop must be at most 256"),
@@ -110,6 +111,18 @@ def test_a_bad_body_is_400_in_openai_shape(
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == 400
+
+
+def test_chunks_of_an_interval_are_fewer_and_add_up_to_the_whole(http: httpx.Client) -> None:
+    body = {**OK, "max_tokens": 20, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    [whole] = http.post("/v1/completions", json=body).json()["choices"]
+    body |= {"stream": True, "stream_interval": 8}
+    lines = http.post("/v1/completions", json=body).text.splitlines()
+    parts = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert len(parts) <= 4
+    assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert parts[-1]["finish_reason"] == "length"
 
 
 def test_every_chunk_carries_the_usage_so_far_where_asked(http: httpx.Client) -> None:

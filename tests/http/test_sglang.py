@@ -90,8 +90,10 @@ def test_a_batch_is_a_list_in_order_with_parameters_of_its_own(http: httpx.Clien
     assert len(many) == len({row["meta_info"]["id"] for row in many}) == 3
 
 
-def test_a_stream_grows_and_ends_with_a_reason(http: httpx.Client) -> None:
+@pytest.mark.parametrize("interval", [None, 8])
+def test_a_stream_grows_and_ends_with_a_reason(http: httpx.Client, interval: int | None) -> None:
     sampling = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 0}
+    sampling["stream_interval"] = interval
     body = {"input_ids": IDS, "stream": True, "return_logprob": True, "sampling_params": sampling}
     lines = [line for line in http.post("/generate", json=body).text.splitlines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -99,6 +101,7 @@ def test_a_stream_grows_and_ends_with_a_reason(http: httpx.Client) -> None:
     lengths = [len(row["output_ids"]) for row in rows]
     assert lengths == sorted(lengths)
     assert lengths[-1] == 20
+    assert interval is None or set(lengths) <= {1, 9, 17, 20}
     last = rows[-1]["meta_info"]
     assert last["finish_reason"]["type"] == "length"
     assert len(last["output_token_logprobs"]) == 20
