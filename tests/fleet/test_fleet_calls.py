@@ -127,6 +127,7 @@ def test_callers_of_what_is_not_streamed_get_whole_outputs_alone():
     async def stream():
         for count in (1, 65):
             yield 0, replace(output(finished=False), outputs=[sample(count)])
+            await asyncio.sleep(0.01)  # in which it would be read
         yield 0, replace(output(finished=True), outputs=[sample(70)])
 
     async def course():
