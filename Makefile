@@ -62,6 +62,7 @@ soak: $(STAMP)
 		--curve benchmarks/out/simulated_fleets.png
 	ROLLOUT_TEST_RANDOM=1 $(PYTEST)
 	ROLLOUT_TEST_FLEETS=2000 $(BIN)/pytest tests/fleet/test_faults_by_a_model.py
+	ROLLOUT_TEST_AUTOSCALER=1 $(BIN)/pytest -m more tests/fleet/test_ray_autoscaler.py
 	ROLLOUT_TEST_EXITS=30 $(BIN)/pytest -m "more or not more" tests/api/test_clean_exits.py
 
 # Every figure that several GPUs of one machine give, in nine minutes: send cards-results with an issue.

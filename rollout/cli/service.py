@@ -167,17 +167,20 @@ async def run_service(args: argparse.Namespace, service: AbstractAsyncContextMan
         _when_input_ends(loop, on_end_of_input)
 
     async def run() -> int:
-        async with service as up:
-            if up.memory:
-                print(f"memory {up.memory}", file=sys.stderr, flush=True)
-            gc.collect()
-            gc.freeze()  # what is loaded stays: looking through it held up everything for 0.1 s
-            print(f"ready http={up.http} grpc={up.grpc}", flush=True)
-            ready.set()
-            status = await _until(stop, up.died)
-            if not status:
-                await _leave(up.backend, args.shutdown_timeout, at_once)
-            return status
+        line_to = sys.stdout  # nobody else's
+        with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as last:
+            last.callback(_leave_ray)
+            async with service as up:
+                if up.memory:
+                    print(f"memory {up.memory}", file=sys.stderr, flush=True)
+                gc.collect()
+                gc.freeze()  # what is loaded stays: looking through it held up everything for 0.1 s
+                print(f"ready http={up.http} grpc={up.grpc}", file=line_to, flush=True)
+                ready.set()
+                status = await _until(stop, up.died)
+                if not status:
+                    await _leave(up.backend, args.shutdown_timeout, at_once)
+                return status
 
     # Starting can take minutes: a signal must end it too.
     running, stopped = asyncio.create_task(run()), asyncio.create_task(stop.wait())
@@ -249,6 +252,14 @@ async def _until(stop: asyncio.Event, died: asyncio.Future[WorkerDied] | None) -
         await asyncio.wait((stopping,), timeout=_DEATH_WAIT)
     stopping.cancel()
     return RANK_DIED if died is not None and died.done() else 0
+
+
+def _leave_ray() -> None:
+    """Where this process is connected to a cluster: until it is not, Ray prints to standard output
+    what happens there.
+    """
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.shutdown()
 
 
 async def _leave(backend: Backend, timeout: float | None, at_once: asyncio.Event) -> None:

@@ -22,8 +22,18 @@ from typing import Any
 
 from rollout.config import EngineConfig
 from rollout.distributed.child_environment import hub_tokens
-from rollout.engine.executors.ray import connected, free, is_placed, named, passed_on
-from rollout.errors import EngineClosed, RolloutError, WorkerDied
+from rollout.engine.executors import ray as executor
+from rollout.engine.executors.ray import (
+    connected,
+    free,
+    is_placed,
+    named,
+    on_gpus,
+    passed_on,
+    ranks_held,
+)
+from rollout.engine.executors.ray_autoscaler import autoscaler
+from rollout.errors import ConfigError, EngineClosed, RolloutError, WorkerDied
 from rollout.fleet.engine_process import END_WAIT, EngineProcess
 from rollout.fleet.replicas import End
 
@@ -64,15 +74,14 @@ class RayLauncher:
 
     def __init__(self, config: EngineConfig, words: Sequence[str], address: str | None) -> None:
         self._ray = ray = connected(address, "a fleet on Ray")
-        total = ray.cluster_resources()
-        gpus = config.device == "cuda" or (config.device == "auto" and total.get("GPU", 0) > 0)
-        self.ask = Ask.of(config, gpus=gpus)
+        self.ask = Ask.of(config, gpus=on_gpus(ray, config.device))
         self._journal = None if config.journal is None else Path(config.journal)
         self._words = [*words]
         self._token = secrets.token_hex(16)
         self._nodes: dict[str, str] = {}  # by the name of an engine
         self._drained: dict[str, float] = {}
         self._looked = float("-inf")
+        self._one_had_room = False
         self._lock = threading.Lock()
 
     def launch(self, name: str) -> RayReplica:
@@ -90,8 +99,8 @@ class RayLauncher:
         )  # fmt: skip
         return RayReplica(self, name, words, self._token, placement)
 
-    def room(self) -> str:
-        """What is asked for, and what is there."""
+    def room(self, placement: Any) -> str:
+        """What is asked for, what is there, and what is about to come."""
         ray, ask = self._ray, self.ask
         there = {n: ray.cluster_resources().get(n, 0.0) for n in ask.bundle}
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
@@ -101,12 +110,24 @@ class RayLauncher:
         )
         if not ask.spans and ask.ranks > 1 and not any(map(self._fits, ray.nodes())):
             text += "; with --executor ray the ranks of one engine may lie on several nodes"
-        return text
+        scaling = autoscaler(ray, placement)
+        return text if scaling is None else f"{text}; {scaling}"
+
+    def may_come(self, placement: Any) -> bool:
+        """Whether there may ever be room: some had it, the nodes that are there have it, in use or
+        not, or an autoscaler may bring others.
+        """
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        if self._one_had_room or ranks_held(nodes, self.ask.bundle) >= len(self.ask.bundles):
+            return True
+        scaling = autoscaler(self._ray, placement)
+        return scaling is not None and not scaling.infeasible
 
     def placed(self, name: str, placement: Any) -> str:
         """The node that ``name`` has its place on."""
         table = self._ray.util.placement_group_table(placement)["bundles_to_node_id"]
         with self._lock:
+            self._one_had_room = True
             self._nodes[name] = str(table[0])
             return self._nodes[name]
 
@@ -157,8 +178,11 @@ class RayReplica:
 
     def ready(self) -> str:
         ray, ask = self._ray, self._launcher.ask
+        judged = time.monotonic() + executor.PATIENCE
         while not is_placed(ray, self._placement):
-            self.waits_for = self._launcher.room()
+            self.waits_for = self._launcher.room(self._placement)
+            if time.monotonic() > judged and not self._launcher.may_come(self._placement):
+                raise ConfigError(f"{self._name} would never start: {self.waits_for}")
             self._pause()
         self.waits_for, self._node = "", self._launcher.placed(self._name, self._placement)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(

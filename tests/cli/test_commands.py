@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from tiny_models import write_tiny
 from rollout import RequestOutput, Rollout, SamplingParams
 from rollout.cli.flags import ENGINE_FLAGS, engine_config
 from rollout.cli.main import make_parser
-from rollout.cli.service import _until
+from rollout.cli.service import Up, _until, run_service
 from rollout.config import EngineConfig
 from rollout.errors import EngineClosed, VersionConflict, WeightMismatch, WorkerDied
 
@@ -214,6 +216,27 @@ async def test_on_death_serve_waits_for_a_signal_alone() -> None:
     assert await waiting == 0
     died.set_result(WorkerDied("rank 0"))
     assert await _until(stop, died) == 1  # a signal does not hide the death
+
+
+def test_standard_output_has_the_ready_line_and_nothing_else(capsys) -> None:
+    """Ray, for one, prints there what its cluster says, before the line and after it."""
+
+    @asynccontextmanager
+    async def service() -> AsyncIterator[Up]:
+        print("(autoscaler +1s) Resized to 2 CPUs.")
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        yield Up("h:1", "h:2", None)
+        print("(autoscaler +9s) Removing 1 nodes of type worker (idle).")
+
+    args = Namespace(exit_with_stdin=False, shutdown_timeout=0.0)
+    try:
+        assert asyncio.run(run_service(args, service())) == 0
+    finally:
+        gc.unfreeze()
+    print("afterwards")
+    out, err = capsys.readouterr()
+    assert out == "ready http=h:1 grpc=h:2\nafterwards\n"
+    assert err.count("(autoscaler +") == 2
 
 
 def test_check_against_names_what_differs_and_info_shows_the_receipts(run, bare, tmp_path) -> None:

@@ -47,7 +47,7 @@ try:
     second = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
     found["no room"] = refused(DeadlineExceeded, tensor_parallel_size=4, start_timeout=2.0)
-    executor._PATIENCE = 1.0
+    executor.PATIENCE = 1.0
     found["never"] = refused(ConfigError, tensor_parallel_size=4)
     found["no GPUs"] = refused(ConfigError, device="cuda")
     group = ray.util.placement_group([{"CPU": 1}] * 2, name="mine", strategy="SPREAD")

@@ -18,7 +18,9 @@ import ray
 from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
-from rollout import Rollout
+from rollout import ConfigError, EngineConfig, Rollout
+from rollout.engine.executors import ray as executor
+from rollout.fleet.ray_launcher import RayLauncher
 
 model, other = sys.argv[1:]
 asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -70,6 +72,15 @@ fleet = [sys.executable, "-W", "ignore", "-m", "rollout", "fleet", model, *FLAGS
 few = [*fleet, "--replicas", "1", "--tensor-parallel-size", "2", "--start-timeout", "2"]
 done = subprocess.run([*few, "--ray", cluster.address], capture_output=True, text=True, timeout=60)
 found["no room"] = [done.returncode, done.stderr.splitlines()[-1]]
+executor.PATIENCE = 0.0
+replica = RayLauncher(
+    EngineConfig(model=model, device="cpu", tensor_parallel_size=2), [], None
+).launch("r")
+try:
+    replica.ready()
+except ConfigError as error:
+    found["never"] = str(error)
+replica.end()
 front = subprocess.Popen(
     [*fleet, "--replicas", "2", "--max-replicas", "3", "--ray", cluster.address],
     stdout=subprocess.PIPE, text=True,

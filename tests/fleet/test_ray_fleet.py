@@ -40,6 +40,7 @@ def test_members_move_when_nodes_go_and_the_fleet_serves_on(
     assert status == 2
     assert "it asks for 2 CPU on one node; the cluster's 3 nodes have 2 CPU" in said
     assert "--executor ray" in said
+    assert "r would never start: it waits for Ray to find room" in found["never"]
     assert found["nodes"] == 2
     assert found["both"]["members"] == {"replica-0": "committed", "replica-1": "committed"}
     greedy = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}

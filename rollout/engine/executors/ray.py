@@ -8,6 +8,7 @@ through it: each rank connects to a ``Door`` of the engine's, with a secret that
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -26,12 +27,15 @@ from rollout.distributed.rendezvous import Door, enter
 from rollout.engine.executors.external import ExternalExecutor, RankHost
 from rollout.engine.executors.multiprocess import INSTANCE
 from rollout.engine.executors.rank_link import COLLECTIVES, DEPRECATED
+from rollout.engine.executors.ray_autoscaler import autoscaler
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.weight_sync.transports.host import host_id
 
+log = logging.getLogger(__name__)
 NAMESPACE = "rollout"  # of named placement groups, in every process that connects by itself
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_")  # settings of collectives
-_PATIENCE = 25.0  # seconds for nodes that come, until a cluster is judged by those that are there
+PATIENCE = 25.0  # seconds for nodes that come, until a cluster is judged by those that are there
+_JUDGED = 5.0  # seconds between such judgements
 _LOOK = 0.2  # seconds between looks at what has become of the ranks that start
 _SWITCH_INTERVAL = 0.0005  # seconds: a step waits at most so long for Python of the staging thread
 # A node without power says nothing: its socket is given up after 5 s of silence and 3 probes.
@@ -84,24 +88,24 @@ class RayExecutor(ExternalExecutor):
 
     def _place(self, deadline: float) -> None:
         """Start the actors, in the order of their ranks."""
-        ray, device = self._ray, self._config.device
-        available = ray.cluster_resources()
-        self._gpus = device == "cuda" or (device == "auto" and available.get("GPU", 0) > 0)
+        ray = self._ray
+        self._gpus = on_gpus(ray, self._config.device)
         each = {"CPU": float(self._config.num_threads or 1), "GPU": float(self._gpus)}
         bundle = {name: n for name, n in each.items() if n}
         self._placement = self._group(bundle)
-        judged = time.monotonic() + _PATIENCE
+        judged = time.monotonic() + PATIENCE
         while not is_placed(ray, self._placement):
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
             if time.monotonic() > judged and self._is_ours:
                 self._judge(bundle)
+                judged = time.monotonic() + _JUDGED
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"Ray found no room for {self.size} ranks with {named(bundle)} each within "
                     f"start_timeout={self._config.start_timeout:g} s; free in the cluster are "
-                    f"{named(free(ray, bundle))}: add nodes, or lower tensor_parallel_size or "
-                    "num_threads"
+                    f"{named(free(ray, bundle))}{self._outlook()}: add nodes, or lower "
+                    "tensor_parallel_size or num_threads"
                 )
             time.sleep(_LOOK)
         table = ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
@@ -125,20 +129,25 @@ class RayExecutor(ExternalExecutor):
         self._host = LOOPBACK if self.one_host else str(ray.util.get_node_ip_address())
 
     def _judge(self, bundle: Mapping[str, float]) -> None:
-        """``ConfigError`` where the nodes that are there could not hold the ranks if all was free.
-
-        Nodes that are about to come, as an autoscaler's, have had ``_PATIENCE`` seconds; who counts
-        on such makes the placement group (``ray_placement_group``), which is waited for.
+        """``ConfigError`` where the nodes that are there could not hold the ranks if all was free,
+        and no autoscaler may yet bring others.
         """
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         held = ranks_held(nodes, bundle)
-        if held < self.size:
+        if held >= self.size:
+            return
+        scaling = autoscaler(self._ray, self._placement)
+        if scaling is None or scaling.infeasible:
             all_of_it = {name: sum(n.get(name, 0.0) for n in nodes) for name in bundle}
             raise ConfigError(
                 f"{self.size} ranks need {named(bundle)} each, and the cluster holds {held} such "
-                f"at most: its {len(nodes)} nodes have {named(all_of_it)} in all, in use or not; "
-                "lower tensor_parallel_size or num_threads, or add nodes first"
+                f"at most: its {len(nodes)} nodes have {named(all_of_it)} in all, in use or not"
+                f"{self._outlook()}; lower tensor_parallel_size or num_threads, or add nodes first"
             )
+
+    def _outlook(self) -> str:
+        scaling = autoscaler(self._ray, self._placement)
+        return "" if scaling is None else f", and {scaling}"
 
     def _group(self, bundle: dict[str, float]) -> Any:
         """The placement group that the ranks lie in, a bundle for each."""
@@ -256,6 +265,18 @@ def connected(address: str | None, asks: str = "executor='ray'") -> Any:
                 "with 'ray start --head', or name its address (--ray ADDRESS, ray_address)"
             ) from error
     return ray
+
+
+def on_gpus(ray: Any, device: str) -> bool:
+    """Whether ranks take GPUs: with ``"auto"`` where the cluster has any by now."""
+    if device == "auto" and not ray.cluster_resources().get("GPU", 0.0):
+        if autoscaler(ray) is not None:
+            log.warning(
+                "the cluster has no GPU now, so that ranks take CPUs; device='cuda' asks its "
+                "autoscaler for nodes that have some"
+            )
+        return False
+    return device != "cpu"
 
 
 def passed_on() -> dict[str, str]:
