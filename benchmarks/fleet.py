@@ -352,15 +352,20 @@ async def _front(
         )
         for streams in map(int, args.streams.split(",")):
             rates: list[list[float]] = [[], []]
-            used: list[list[float]] = [[], []]  # CPU seconds of a token
+            # CPU microseconds of a token: of the engine, the front and this client.
+            used: list[list[list[float]]] = [[], []]
             tokens = streams * args.new_tokens
             for turn in range(args.rounds + 1):
                 for client, rate, cpu in zip(clients, rates, used, strict=True):
-                    before, began = sum(map(cpu_of_tree, pids)), time.perf_counter()
+                    before, began = _cpu(pids), time.perf_counter()
                     await asyncio.gather(*(one(client, args.new_tokens) for _ in range(streams)))
-                    took = time.perf_counter() - began
-                    rate += [tokens / took] if turn else []
-                    cpu += [(sum(map(cpu_of_tree, pids)) - before) / tokens] if turn else []
+                    took, after = time.perf_counter() - began, _cpu(pids)
+                    if turn:
+                        rate.append(tokens / took)
+                        cpu.append(
+                            [1e6 * (b - a) / tokens for a, b in zip(before, after, strict=True)]
+                        )
+            direct, through = ([spread(part) for part in zip(*each, strict=True)] for each in used)
             lines.append(
                 {
                     "what": f"{args.what}, throughput",
@@ -369,14 +374,21 @@ async def _front(
                     "direct_tokens_per_s": spread(rates[0]),
                     "front_tokens_per_s": spread(rates[1]),
                     "of_direct": spread([b / a for a, b in zip(*rates, strict=True)]),
-                    "direct_cpu_us_a_token": spread([1e6 * each for each in used[0]]),
-                    "front_cpu_us_a_token": spread([1e6 * each for each in used[1]]),
+                    "direct_cpu_us_a_token": {"engine": direct[0], "client": direct[2]},
+                    "front_cpu_us_a_token": dict(
+                        zip(("engine", "front", "client"), through, strict=True)
+                    ),
                 }
             )
     finally:
         for client in clients:
             await client.shutdown()
     return lines
+
+
+def _cpu(pids: Sequence[int]) -> list[float]:
+    """Seconds that the services and this process have used."""
+    return [*map(cpu_of_tree, pids), time.process_time()]
 
 
 # ---- a death ----
