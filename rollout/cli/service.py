@@ -36,6 +36,9 @@ _DEATH_WAIT = 5.0  # seconds in which calls still hear that a rank has died, bef
 RANK_DIED = 1  # exit status
 MEMBER_TIMEOUT = 10.0  # seconds that a member of a fleet has where --shutdown-timeout is not given
 _LOOK = 0.05  # seconds between looks at whether all has ended
+# Objects between searches for garbage. With Python's 700 a step of 256 streams was searched several
+# times while nothing of it was garbage, at a sixth of a front's processor time.
+YOUNG = 50_000
 LAST_WORD = 5.0  # seconds until a lease is given back, or is over by itself
 
 LISTENING: tuple[Row, ...] = (
@@ -175,6 +178,7 @@ async def run_service(args: argparse.Namespace, service: AbstractAsyncContextMan
                     print(f"memory {up.memory}", file=sys.stderr, flush=True)
                 gc.collect()
                 gc.freeze()  # what is loaded stays: looking through it held up everything for 0.1 s
+                gc.set_threshold(YOUNG)
                 print(f"ready http={up.http} grpc={up.grpc}", file=line_to, flush=True)
                 ready.set()
                 status = await _until(stop, up.died)
