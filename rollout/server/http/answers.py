@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.config import check_known
-from rollout.generation import Completion, RequestOutput, SamplingParams
+from rollout.generation import Completion, RequestOutput, SamplingParams, VersionSpan
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
 from rollout.server.http.echo import best_of, prepend_prompt, without_answer
 from rollout.server.http.finite import finite
 from rollout.server.http.reasoning import REASONING_PARSERS, ReasoningParser
+from rollout.server.http.responses import event
 from rollout.server.http.side_channels import beside_tokens
 from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser
 
@@ -130,7 +132,7 @@ def usage(outputs: Sequence[RequestOutput], reader: MessageReader | None = None)
 
 
 class Stream:
-    """Turns cumulative outputs of several prompts into chunks that carry only what is new.
+    """Turns cumulative outputs of several prompts into events that carry only what is new.
 
     ``usage_always``: each chunk says how many tokens there are so far.
     """
@@ -141,9 +143,14 @@ class Stream:
         self._last: dict[int, RequestOutput] = {}
         self._sent: dict[int, tuple[int, int]] = {}  # choice -> (characters, tokens) sent
         self._messages: dict[int, Message] = {}  # choice -> what of a chat was sent
+        self._kept: dict[int, _Kept] = {}
+        reader = style.reader
+        self._is_plain = not (
+            style.logprobs or style.token_ids or usage_always or reader.reasoning or reader.calls
+        )
 
-    def chunks(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """What ``output`` of prompt number ``prompt`` adds, one chunk for each grown choice."""
+    def events(self, prompt: int, output: RequestOutput) -> list[str]:
+        """What ``output`` of prompt number ``prompt`` adds, an event for each grown choice."""
         if self.style.answerless:
             output = without_answer(output)
         self._last[prompt] = output
@@ -155,16 +162,60 @@ class Stream:
             ended = completion.finish_reason is not None
             if len(completion.token_ids) > tokens or len(completion.text) > chars or ended:
                 self._sent[choice] = (len(completion.text), len(completion.token_ids))
-                part = _part(output, completion, choice, tokens, first, self.style)
-                if self.style.chat:
-                    part["delta"] = self._chat_delta(output, completion, choice, first)
-                    _name_tool_calls(part, self._messages[choice])
-                else:
-                    part["text"] = completion.text[chars:]
-                    if self.style.echo and first:
-                        prepend_prompt(part, output, self.style.token_text, self.style.top)
-                made.append(self._chunk([part]))
+                grown = None if first or ended else self._grown(completion, choice, chars)
+                if grown is None:
+                    part = self._part(output, completion, choice, first, chars, tokens)
+                    grown = event(self._chunk([part]))
+                made.append(grown)
         return made
+
+    def _part(
+        self,
+        output: RequestOutput,
+        completion: Completion,
+        choice: int,
+        first: bool,
+        chars: int,
+        tokens: int,
+    ) -> dict[str, Any]:
+        part = _part(output, completion, choice, tokens, first, self.style)
+        if self.style.chat:
+            part["delta"] = self._chat_delta(output, completion, choice, first)
+            _name_tool_calls(part, self._messages[choice])
+        else:
+            part["text"] = completion.text[chars:]
+            if self.style.echo and first:
+                prepend_prompt(part, output, self.style.token_text, self.style.top)
+        return part
+
+    def _grown(self, completion: Completion, choice: int, chars: int) -> str | None:
+        """The event of a sample that has more text, and nothing else new; None for others.
+
+        It is the sample's event before it but for two places: one like that is made once, as any
+        other is, and kept without them.
+        """
+        text, spans = completion.text[chars:], completion.weight_versions
+        if not (self._is_plain and text and spans) or completion.sampling_mask is not None:
+            return None
+        last, same = spans[-1], (completion.staleness, completion.adapter)
+        kept = self._kept.get(choice)
+        if (
+            kept is None
+            or kept.same != same
+            or kept.earlier != spans[:-1]
+            or kept.last.version != last.version
+            or kept.last.start != last.start
+        ):
+            part = _common(completion, choice, 0, self.style)
+            part["weight_versions"][-1]["stop"] = -1  # is found again: strings' quotes are escaped
+            part |= {"delta": {"content": ""}} if self.style.chat else {"text": ""}
+            head, stop, rest = event(self._chunk([part])).partition('"stop": -1')
+            middle, _, tail = rest.rpartition('""')
+            head += stop.removesuffix("-1")
+            kept = self._kept[choice] = _Kept(same, spans[:-1], last, head, middle, tail)
+        if self.style.chat:
+            self._messages[choice] = Message(completion.text)
+        return f"{kept.head}{last.stop}{kept.middle}{json.dumps(text)}{kept.tail}"
 
     def _chat_delta(
         self, output: RequestOutput, completion: Completion, choice: int, first: bool
@@ -183,6 +234,18 @@ class Stream:
         if self._usage_always:
             chunk["usage"] = usage(list(self._last.values()))
         return chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A sample's event without its last span's stop and its text, and what it was made of."""
+
+    same: tuple[int, str]  # staleness and adapter
+    earlier: tuple[VersionSpan, ...]
+    last: VersionSpan
+    head: str
+    middle: str
+    tail: str
 
 
 def _envelope(style: AnswerStyle, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -321,11 +321,11 @@ async def _events(
     """Server-sent events; an error after the first output becomes an event and ends the stream."""
     async with contextlib.aclosing(outputs):
         try:
-            for chunk in stream.chunks(*first):
-                yield event(chunk)
+            for each in stream.events(*first):
+                yield each
             async for index, output in outputs:
-                for chunk in stream.chunks(index, output):
-                    yield event(chunk)
+                for each in stream.events(index, output):
+                    yield each
         except RolloutError as error:
             yield event(error_body(error)[0])
         else:

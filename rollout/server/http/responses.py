@@ -51,19 +51,21 @@ async def first_of(outputs: Outputs) -> tuple[int, RequestOutput]:
         raise
 
 
-async def within(
+def within(
     seconds: float | None, rollout: AsyncRollout, params: SamplingParams, outputs: Outputs
 ) -> Outputs:
     """``outputs``, which are aborted ``seconds`` from now; None: whenever they end.
 
     Raises ``DeadlineExceeded``, or ``VersionConflict`` where ``min_version`` has not come.
     """
+    return outputs if seconds is None else _within(seconds, rollout, params, outputs)
+
+
+async def _within(
+    seconds: float, rollout: AsyncRollout, params: SamplingParams, outputs: Outputs
+) -> Outputs:
     clock = asyncio.get_running_loop().time
     async with contextlib.aclosing(outputs):
-        if seconds is None:
-            async for item in outputs:
-                yield item
-            return
         until = clock() + seconds
         while True:
             try:
