@@ -24,7 +24,7 @@ from rollout.generation import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: it is made at every step, and that takes thrice as long
 class SampleSnapshot:
     """One sample as it stands after ``count`` tokens; what only grows is not copied."""
 
@@ -69,7 +69,7 @@ class SampleSnapshot:
         return seq.experts.array(seq.prompt_len + self.count - seq.draws)  # not of the last token
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Snapshot:
     """What a sink gets: cheap to make at every step, turned into an output by whoever takes it.
 

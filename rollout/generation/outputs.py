@@ -15,6 +15,9 @@ NAN_LOGITS = "nan_logits"  # the stop_reason of a sample that ended with "error"
 MAX_STALENESS = "max_staleness"  # the stop_reason of a sample that ended for its age
 
 
+# An output is made for each token of a stream: it is not frozen, which would take thrice as long.
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Positions ``start <= i < stop`` were computed by the weights of ``version``."""
@@ -24,7 +27,7 @@ class VersionSpan:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprobs:
     """Per output token, float32 natural logarithms.
 
@@ -44,7 +47,7 @@ class Logprobs:
 CUT_SHORT = ("abort", "error")  # reasons to finish that neither the model nor a limit gave
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Completion:
     """One sample. ``token_ids`` keep a stop token or string that ``text`` leaves out.
 
@@ -86,7 +89,7 @@ class Completion:
         return self.finish_reason in CUT_SHORT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A prompt and all its samples so far; ``epoch`` says in which engine life versions count.
 
