@@ -42,6 +42,7 @@ class FleetCall:
     options: ChatOptions | None = None
     given: Sequence[tuple[Completion, ...]] | None = None
     begun: dict[int, RequestOutput] = field(default_factory=dict)
+    has_moved: bool = False  # whether a member has gone on with what another had begun
     left: set[int] = field(init=False)
     told: set[int] = field(init=False)
     sessions: Sequence[str | None] = field(init=False)
@@ -71,6 +72,7 @@ class FleetCall:
         params = [self.params[row] for row in rows]
         ids = [self.request_ids[row] for row in rows]
         begun = rows[0] in self.begun
+        self.has_moved |= begun
         if self.options is not None and not (begun and all(map(self._is_plain, rows))):
             return client.chat(
                 [self.prompts[row] for row in rows], params, ids, self.options,
@@ -92,8 +94,8 @@ class FleetCall:
     def delivered(self, row: int, output: RequestOutput, epoch: int) -> RequestOutput:
         """``output`` of a member as it leaves the fleet."""
         before = self.begun.get(row)
-        if before is None:
-            output = replace(output, epoch=epoch)
+        if before is None or not (self.has_moved or len(before.outputs) > 1):
+            output.epoch = epoch  # ours alone: a copy would take longer
         else:
             samples = zip(before.outputs, output.outputs, strict=True)
             kept = [old if old.finish_reason is not None else new for old, new in samples]

@@ -50,18 +50,18 @@ class Calls:
 
     def __init__(self, fleet: Fleet, hold: Hold) -> None:
         self._fleet, self._hold, self.router = fleet, hold, Router()
-        self._queues: set[asyncio.Queue[Any]] = set()  # one of each call under way
+        self._running: set[_Running] = set()
         self._groups: OrderedDict[str, str] = OrderedDict()  # a group's member
         self.closing = False  # no new ones are taken
 
     @property
     def running(self) -> int:
-        return len(self._queues)
+        return len(self._running)
 
     def end(self, error: EngineError) -> None:
         """All that run."""
-        for queue in list(self._queues):
-            queue.put_nowait(error)
+        for running in list(self._running):
+            running.end(error)
 
     async def run(self, call: FleetCall) -> Outputs:
         """All prompts' outputs as they come; rows of one member are one call there.
@@ -73,41 +73,24 @@ class Calls:
         self._hold.check()
         if self.closing:
             raise EngineClosed(LEAVING)
-        queue: asyncio.Queue[Any] = asyncio.Queue()  # rows; None or an error where a share ends
-        newest: dict[int, RequestOutput] = {}
-        self._queues.add(queue)
-
-        async def one(name: str, rows: list[int]) -> None:
-            try:
-                async with contextlib.aclosing(self._served(call, name, rows)) as outputs:
-                    async for row, output in outputs:
-                        if row not in newest:
-                            queue.put_nowait(row)
-                        newest[row] = output
-            except Exception as error:  # noqa: BLE001 - raised where the outputs are read
-                queue.put_nowait(error)
-            else:
-                queue.put_nowait(None)
-
-        if not self._loads(set()):
-            await self._somebody(self._patience, Lost(self._fleet))
-        shares = self._shares(call, sorted(call.left), set())
-        tasks = [asyncio.create_task(one(name, rows)) for name, rows in shares.items()]
+        running = _Running()
+        self._running.add(running)
         try:
-            left = len(tasks)
-            while left:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    left -= 1
-                else:
-                    yield item, newest.pop(item)
+            if not self._loads(set()):
+                await self._somebody(self._patience, Lost(self._fleet))
+            shares = self._shares(call, sorted(call.left), set())
+            # One member's are read where they are wanted: another task would cost each token one.
+            outputs = [self._served(call, *share) for share in shares.items()]
+            merged = outputs[0] if len(outputs) == 1 else _merged(outputs)
+            async with contextlib.aclosing(merged):
+                while True:
+                    with running:
+                        item = await anext(merged, None)
+                    if item is None:
+                        return
+                    yield item
         finally:
-            self._queues.discard(queue)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._running.discard(running)
 
     def _shares(
         self, call: FleetCall, rows: Sequence[int], without: set[str]
@@ -218,6 +201,67 @@ class Calls:
             for link in self._fleet.serving()
             if link.name in standings and link.name not in without
         }
+
+
+class _Running:
+    """A call under way. Within the block its task waits for what comes next, or for the call's end
+    by others, which is raised.
+    """
+
+    def __init__(self) -> None:
+        self._waits: asyncio.Task[Any] | None = None
+        self._error: EngineError | None = None
+
+    def end(self, error: EngineError) -> None:
+        self._error = error
+        if self._waits is not None:
+            self._waits.cancel()
+
+    def __enter__(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waits = asyncio.current_task()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        task, self._waits = self._waits, None
+        if self._error is None or task is None or not task.cancelling():
+            return
+        if task.uncancel() == 0 and (kind is None or issubclass(kind, asyncio.CancelledError)):
+            raise self._error
+
+
+async def _merged(shares: Sequence[Outputs]) -> Outputs:
+    """The outputs of all as they come; of those that nobody has read yet the newest of each row."""
+    queue: asyncio.Queue[Any] = asyncio.Queue()  # rows; None or an error where a share ends
+    newest: dict[int, RequestOutput] = {}
+
+    async def one(share: Outputs) -> None:
+        try:
+            async with contextlib.aclosing(share) as outputs:
+                async for row, output in outputs:
+                    if row not in newest:
+                        queue.put_nowait(row)
+                    newest[row] = output
+        except Exception as error:  # noqa: BLE001 - raised where the outputs are read
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(one(share)) for share in shares]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item, newest.pop(item)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _has_refused(error: Exception) -> bool:

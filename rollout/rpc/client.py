@@ -49,7 +49,7 @@ from rollout.rpc.convert import (
     stats_from_json,
 )
 from rollout.rpc.http_port import http_problem
-from rollout.rpc.multiplex import Multiplex
+from rollout.rpc.multiplex import Multiplex, read_ahead
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
 from rollout.rpc.status import error_from_rpc
 from rollout.rpc.tls import ClientTls, ServerTls
@@ -422,7 +422,8 @@ class RolloutClient:
             shared = self._multiplex if request.ByteSize() <= SHARED else self._new_multiplex()
             answers = shared.outputs(**{method.lower(): request})
         else:
-            answers = self._alone(method, request)
+            alone = self._alone(method, request)
+            answers = read_ahead(alone) if request.stream else alone
         async with aclosing(answers):
             async for index, output in answers:
                 if output.epoch != self._life:

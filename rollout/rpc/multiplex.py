@@ -52,6 +52,31 @@ class Multiplex:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def read_ahead(
+    outputs: AsyncGenerator[tuple[int, RequestOutput]],
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """The same of a stream that is one call's alone: it is read at once, the newest is kept."""
+    call = _Call()
+
+    async def read() -> None:
+        try:
+            async for index, output in outputs:
+                call.put(index, output, is_added=False)
+        except Exception as error:  # noqa: BLE001 - raised where the outputs are read
+            call.end(error)
+        else:
+            call.end(None)
+
+    reading = asyncio.create_task(read())
+    try:
+        async for item in call.outputs():
+            yield item
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await outputs.aclose()
+
+
 class _Stream:
     def __init__(
         self,

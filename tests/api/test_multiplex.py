@@ -10,12 +10,12 @@ from shared_engines import eventually
 
 from rollout import AsyncRollout
 from rollout.errors import EngineClosed, InvalidRequest, TransferFailed
-from rollout.generation import SamplingParams, VersionSpan
+from rollout.generation import RequestOutput, SamplingParams, VersionSpan
 from rollout.rpc import client as rpc_client
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import params_to_proto, prompt_to_proto
 from rollout.rpc.growth import Cumulative, GrownRows, added, grown_rows
-from rollout.rpc.multiplex import Multiplex
+from rollout.rpc.multiplex import Multiplex, read_ahead
 from rollout.server.grpc.multiplex import MESSAGE, Multiplexed
 
 ASKED = (
@@ -125,6 +125,42 @@ def test_who_reads_slowly_holds_back_nobody_and_finds_the_newest(engine):
     assert len(rest) < 100
     assert len(rest[-1].outputs[0].token_ids) == 200
     assert -1 not in rest[-1].outputs[0].token_ids
+
+
+def test_a_stream_of_a_calls_own_is_read_ahead_of_its_reader_and_closed_with_it():
+    closed = []
+    nothing = RequestOutput(
+        request_id="a", prompt=None, prompt_token_ids=[], prompt_logprobs=None, outputs=[],
+        finished=False, num_cached_tokens=0,
+    )  # fmt: skip
+
+    async def stream(count, error=None):
+        try:
+            for n in range(count):
+                yield 0, replace(nothing, num_cached_tokens=n)
+                await asyncio.sleep(0)
+            if error is not None:
+                raise error
+        finally:
+            closed.append(count)
+
+    async def course():
+        outputs = read_ahead(stream(100))
+        found = [await anext(outputs)]
+        for _ in range(300):
+            await asyncio.sleep(0)
+        found += [each async for each in outputs]
+        async with aclosing(read_ahead(stream(1 << 20))) as left_early:
+            await anext(left_early)
+        failing = read_ahead(stream(2, InvalidRequest("no")))
+        with pytest.raises(InvalidRequest, match="no"):
+            async for _ in failing:
+                pass
+        return found
+
+    assert len(found := asyncio.run(asyncio.wait_for(course(), 30))) <= 3
+    assert found[-1][1].num_cached_tokens == 99
+    assert closed == [100, 1 << 20, 2]
 
 
 def test_who_leaves_ends_its_own_call_and_an_error_is_one_calls_own(engine):

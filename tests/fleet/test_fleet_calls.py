@@ -110,7 +110,7 @@ def test_members_are_asked_to_tell_of_what_can_go_on_and_has_something_to_lose()
         (({"max_tokens": INTERVAL},), False, None),
         (({**LONG, "prompt_logprobs": 0},), False, None),
         (({**LONG, "hidden_state": True},), False, None),
-        (({**LONG, "structured_outputs": {"regex": "a*"}},), False, None),
+        (({**LONG, "structured_outputs": {"regex": "a*"}},), True, [INTERVAL]),
         (({**LONG, "return_routed_experts": True},), False, None),
         (({**LONG, "return_sampling_mask": True},), False, None),
         (({**LONG, "prompt_logprobs": 0}, LONG), True, [(1 << 63) - 1, INTERVAL]),
@@ -151,31 +151,72 @@ def test_what_may_not_mix_versions_begins_anew():
         made = unstreamed(params)
         made.delivered(0, told, 1)
         made.forget(epoch, version)
-        assert made.can_go_on(0)
         made.outputs(client, [0])
         [prompt] = client.prompts
         assert isinstance(prompt, ContinuedPrompt) == goes_on
 
 
-def test_who_does_not_read_a_stream_finds_the_newest_output_alone():
+class OfTwo(OfOne):
+    """Each of two prompts on a member of its own."""
+
+    def _shares(self, call, rows, without):
+        return {"m0": [0], "m1": [1]}
+
+
+def test_who_does_not_read_two_members_streams_finds_the_newest_outputs_alone():
+    class Each(Call):
+        def outputs(self, client, rows):
+            return self.stream()
+
     async def stream():
         for n in range(100):
             yield 0, output(finished=n == 99)
             await asyncio.sleep(0)
 
     async def course():
-        calls = OfOne()
-        reading = calls.run(call(stream()))
+        both = Each(
+            prompts=[[1], [2]], params=[SamplingParams()] * 2, request_ids=["a", "b"], stream=stream
+        )
+        reading = OfTwo().run(both)
         first = await anext(reading)
         for _ in range(300):
             await asyncio.sleep(0)
-        [queue] = calls._queues
-        assert queue.qsize() <= 2
         return [first, *[each async for each in reading]]
 
     found = asyncio.run(course())
-    assert len(found) <= 3
-    assert found[-1][1].finished
+    assert len(found) <= 5
+    assert {row for row, last in found if last.finished} == {0, 1}
+
+
+def test_a_call_that_waits_for_its_member_is_ended_with_an_error_and_cancelled_as_ever():
+    async def stream():
+        yield 0, output(finished=False)
+        await asyncio.Event().wait()
+
+    async def reading(calls):
+        async for _ in calls.run(call(stream())):
+            pass
+
+    async def course():
+        calls = OfOne()
+        tasks = [asyncio.create_task(reading(calls)) for _ in range(2)]
+        while calls.running < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        calls.end(EngineClosed("the service was stopped"))
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        at_rest = calls.run(call(stream()))
+        await anext(at_rest)
+        calls.end(EngineClosed("stopped while nobody waited"))
+        with pytest.raises(EngineClosed, match="nobody waited"):
+            await anext(at_rest)
+        return ends, calls.running
+
+    (cancelled, ended), left = asyncio.run(asyncio.wait_for(course(), 30))
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert isinstance(ended, EngineClosed)
+    assert left == 0
 
 
 class OneMember:
