@@ -11,7 +11,16 @@ from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.channel import WeightChannel
-from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
+from rollout.weight_sync.protocol.membership import (
+    AskReport,
+    AskRoutes,
+    Grant,
+    PrepareRollback,
+    Report,
+    Routes,
+    SendTo,
+    Standing,
+)
 from rollout.weight_sync.protocol.messages import Decision, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, WeightLink
@@ -275,6 +284,20 @@ class ServedBackend(Backend, Protocol):
 
     def update_once(self, source: Any, options: UpdateOptions) -> UpdateReceipt:
         """Nothing new where the last one had this ``update_id``, and is live still."""
+        ...
+
+    async def routes(self, ask: AskRoutes) -> Routes:
+        """Where a front that routes only finds members; ``ConfigError`` of one engine."""
+        ...
+
+    def report(self, ask: AskReport) -> Report:
+        """What a member has to do, and has had; ``ConfigError`` of a front."""
+        ...
+
+    def note_routed(self, fleet: int, beginnings: Sequence[bytes]) -> None:
+        """What a front says with a call: of which fleet it takes this for a member (0: of any), and
+        the digests by which it knows each prompt. ``EngineClosed`` where it is mistaken.
+        """
         ...
 
     def committed_at(self, version: int) -> float | None:

@@ -19,6 +19,7 @@ from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.facts import layer_settings
+from rollout.engine.recent_beginnings import RecentBeginnings
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
@@ -28,6 +29,7 @@ from rollout.engine.updates.served_weights import ServedWeights
 from rollout.engine.updates.vllm_session import VerbSession
 from rollout.engine.updates.vllm_update import EngineTarget
 from rollout.errors import (
+    ConfigError,
     EngineClosed,
     EngineError,
     EngineRestarted,
@@ -46,7 +48,16 @@ from rollout.loader.peft_adapter import MAX_RANK
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.channel import WeightChannel
-from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
+from rollout.weight_sync.protocol.membership import (
+    AskReport,
+    AskRoutes,
+    Grant,
+    PrepareRollback,
+    Report,
+    Routes,
+    SendTo,
+    Standing,
+)
 from rollout.weight_sync.protocol.messages import Decision, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
@@ -70,6 +81,7 @@ class EmbeddedBackend:
         self.core = EngineCore(config, executor=executor)
         self.prompts = PromptPreparer(self.core)
         self._calls = RunningCalls(self.core)
+        self._beginnings = RecentBeginnings()
         self.adapters = MergedAdapters(config)
         self.served_adapters = AdapterFiles(lambda: self.core.adapters.versions)
         self._coordinator: Coordinator | None = None
@@ -311,6 +323,32 @@ class EmbeddedBackend:
             running=max(len(core.scheduler.running), len(self._calls.ids) * core.leaving),
             waiting=core.scheduler.num_waiting,
             kv_usage=core.blocks.usage if grant.kv else 0.0,
+        )
+
+    def report(self, ask: AskReport) -> Report:
+        """To a front of a fleet, which others may be beside; what is new of those beginnings that
+        calls came with.
+        """
+        core = self.core
+        since = ask.since if ask.life == core.epoch else 0
+        serial, beginnings = self._beginnings.since(since)
+        return Report(
+            epoch=core.epoch, fleet=core.serving.fleet, state=core.state, version=core.version,
+            calls=len(self._calls.ids), running=len(core.scheduler.running),
+            waiting=core.scheduler.num_waiting, kv_usage=core.blocks.usage, serial=serial,
+            beginnings=beginnings,
+        )  # fmt: skip
+
+    def note_routed(self, fleet: int, beginnings: Sequence[bytes]) -> None:
+        if fleet:
+            self.core.serving.check_under(fleet)
+        for packed in beginnings:
+            self._beginnings.add(packed)
+
+    async def routes(self, ask: AskRoutes) -> Routes:
+        raise ConfigError(
+            "this is one engine: only the front of a fleet (`rollout fleet`, `rollout serve "
+            "--replicas`) tells others where to route"
         )
 
     def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:

@@ -1,4 +1,6 @@
-"""``rollout serve --replicas N`` and ``rollout fleet``: several engines behind one address."""
+"""``rollout serve --replicas N`` and ``rollout fleet``: several engines behind one address, or
+behind several.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ from rollout.rpc.address import split_address
 
 if TYPE_CHECKING:
     from rollout.config import EngineConfig
-    from rollout.fleet.backend import FleetBackend
     from rollout.fleet.fleet import Fleet
+    from rollout.fleet.front import Front
     from rollout.fleet.replicas import Launcher
     from rollout.rpc.tls import ClientTls
     from rollout.server.service import Listening
@@ -66,9 +68,28 @@ FLEET: tuple[Row, ...] = (
      "what their certificates are made out to, where those are not their addresses"),
 )  # fmt: skip
 
+COORDINATOR: tuple[Row, ...] = (
+    ("--coordinator", "HOST:PORT", None, "route only: gRPC address of the front that coordinates "
+     "the fleet (`rollout fleet --engine`, `rollout serve --replicas`); it tells who its members "
+     "are, and is handed all that changes them; any number of such fronts may come and go"),
+    ("--coordinator-token", "TOKEN", None, "its control token (default: "
+     "ROLLOUT_COORDINATOR_TOKEN)"),
+    ("--coordinator-tls-ca", "PEM", None,
+     "reach it over TLS; the authority that signed its certificate"),
+    ("--coordinator-tls-cert", "PEM", None, "certificate to show it, where it asks for one"),
+    ("--coordinator-tls-key", "PEM", None, "its key"),
+    ("--coordinator-tls-server-name", "NAME", None,
+     "what its certificate is made out to, where that is not its address"),
+)  # fmt: skip
+
 RECORD = ".rollout-fleet"
 _FRONTS = ("weight_dirs", "start_timeout")  # settings of an engine that are a front's, too
 _OF_RAY = ("replicas", "min-replicas", "max-replicas")
+# What the front that coordinates decides alone, or tells those that route.
+_COORDINATED = (
+    *_OF_RAY, "quorum", "lease", "patience", "record", "engine", "engine-token", "engine-tls-ca",
+    "engine-tls-server-name", "lora-modules", "follow",
+)  # fmt: skip
 
 
 @contextlib.asynccontextmanager
@@ -172,9 +193,34 @@ async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncItera
         yield up
 
 
+@contextlib.asynccontextmanager
+async def serving_routes(at: Listening, args: argparse.Namespace) -> AsyncIterator[Up]:
+    """The fleet of the front at ``args.coordinator``, served at one more address."""
+    from rollout.fleet.routed_fleet import RoutedFleet
+    from rollout.fleet.routing_front import RoutingFront
+    from rollout.rpc.client import RolloutClient
+    from rollout.rpc.tls import ServerTls
+
+    token = args.coordinator_token or environment("COORDINATOR_TOKEN")
+    tls = client_tls(args, "coordinator_tls")
+    coordinator = RolloutClient(args.coordinator, token, tls=tls, keeps_epoch=False)
+    cert = args.engine_tls_cert or environment("ENGINE_TLS_CERT")
+    key = args.engine_tls_key or environment("ENGINE_TLS_KEY")
+    if (cert is None) != (key is None):
+        raise ConfigError("--engine-tls-cert and --engine-tls-key go together")
+    shown = None if cert is None or key is None else ServerTls(cert=cert, key=key)
+    front = RoutingFront(
+        RoutedFleet(coordinator, shown),
+        weight_dirs=_given(args, "weight_dirs"),
+        start_timeout=_given(args, "start_timeout"),
+    )
+    async with _served(front, at, None, (), DEFAULT_TIMEOUT) as up:
+        yield up
+
+
 def add_fleet(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Register the command."""
-    text = "serve engines that run as one, or start them on a Ray cluster"
+    text = "serve engines that run as one, start them on a Ray cluster, or route to a fleet"
     parser = add_command(commands, "fleet", serve_fleet, text)
     add_model(parser)
     parser.add_argument(
@@ -187,12 +233,17 @@ def add_fleet(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
         "machine's)",
     )  # fmt: skip
     add_rows(parser.add_argument_group("fleet"), FLEET)
+    add_rows(parser.add_argument_group("one more front of a fleet"), COORDINATOR)
     add_listening(parser)
     add_engine_flags(parser)
 
 
 def serve_fleet(args: argparse.Namespace) -> int:
     """See ``run_service``."""
+    if args.coordinator is not None:
+        return _serve_routes(args)
+    if given := [row[0] for row in COORDINATOR if getattr(args, _attribute(row[0])) is not None]:
+        raise ConfigError(f"{', '.join(given)}: of a front that routes only: give --coordinator")
     if args.ray is not None:
         if args.engine:
             raise ConfigError("--engine has engines that run, and --ray starts them: give one")
@@ -203,7 +254,10 @@ def serve_fleet(args: argparse.Namespace) -> int:
             "cluster), or use `rollout serve MODEL --replicas N` (on this host)"
         )
     if not args.engine:
-        raise ConfigError("which engines? Give --engine HOST:PORT, the gRPC address of each")
+        raise ConfigError(
+            "which engines? Give --engine HOST:PORT, the gRPC address of each, or --coordinator "
+            "HOST:PORT for one more front of a fleet"
+        )
     refuse_engine_flags(args, "--engine", _FRONTS)
     if given := [f"--{n}" for n in _OF_RAY if getattr(args, n.replace("-", "_")) not in (None, 1)]:
         raise ConfigError(f"{', '.join(given)}: of engines that --ray starts, not of --engine")
@@ -222,6 +276,29 @@ def serve_fleet(args: argparse.Namespace) -> int:
     check_followed(args.follow, _given(args, "weight_dirs"))
     at = listening_of(args)
     return asyncio.run(run_service(args, serving_engines(at, args)))
+
+
+def _serve_routes(args: argparse.Namespace) -> int:
+    default = {_attribute(row[0]): row[2] for row in FLEET}
+    given = [
+        f"--{name}" for name in _COORDINATED
+        if getattr(args, _attribute(name)) not in (default.get(_attribute(name)), None, [])
+    ]  # fmt: skip
+    if args.model is not None or args.model_flag is not None or args.ray is not None or given:
+        raise ConfigError(
+            f"{', '.join(given) or 'a MODEL or --ray'}: of the front that coordinates, not of one "
+            "that routes for it (--coordinator)"
+        )
+    refuse_engine_flags(args, "--coordinator", _FRONTS)
+    if problem := timeout_problem(_given(args, "start_timeout")):
+        raise ConfigError(f"--start-timeout {problem}")
+    split_address(args.coordinator)
+    at = listening_of(args)
+    return asyncio.run(run_service(args, serving_routes(at, args)))
+
+
+def _attribute(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _serve_on_ray(args: argparse.Namespace) -> int:
@@ -284,7 +361,7 @@ def _fleet(record: str, args: argparse.Namespace, tls: ClientTls | None = None) 
 
 @contextlib.asynccontextmanager
 async def _served(
-    backend: FleetBackend,
+    backend: Front,
     at: Listening,
     follow: str | None,
     weight_dirs: Sequence[str],

@@ -75,6 +75,21 @@ class ServingLease:
                 self._until, self._newest = until, order
         self.on_grant()
 
+    @property
+    def fleet(self) -> int:
+        """Under whose lease it is; 0: nobody's, or of one that does not say."""
+        return 0 if self.left is None else self._fleet
+
+    def check_under(self, fleet: int) -> None:
+        """``EngineClosed`` where it does not serve for ``fleet``: as one that was started anew, or
+        was let go, of which a front may not have heard yet.
+        """
+        if self.left is None or self._is_another(fleet):
+            raise EngineClosed(
+                "this engine is no member of the fleet that the front asks for: it was started "
+                "anew, or was let go; it serves again once the fleet has taken it in"
+            )
+
     def check_alone(self, what: str) -> None:
         """``ConfigError`` where a fleet grants: its members change by its own updates alone."""
         if self.left is not None:

@@ -3,69 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
 
-from rollout.config import DEFAULT_TIMEOUT
-from rollout.distributed import LOOPBACK
 from rollout.engine.updates.vllm_session import VerbSession
-from rollout.errors import (
-    ConfigError,
-    EngineClosed,
-    EngineError,
-    TransferFailed,
-    VersionConflict,
-)
 from rollout.fleet.broadcast_update import FleetTarget
-from rollout.fleet.call import FleetCall, Outputs
-from rollout.fleet.calls import Calls
 from rollout.fleet.channel import FleetChannel
 from rollout.fleet.committed import CommittedUpdates
 from rollout.fleet.fleet import Fleet
+from rollout.fleet.front import Front
 from rollout.fleet.gathering import gather
 from rollout.fleet.hold import Hold
-from rollout.fleet.link import Link
-from rollout.fleet.member import standing
 from rollout.fleet.replicas import Replicas
 from rollout.fleet.rollback import roll_back
-from rollout.fleet.stats import summed
+from rollout.fleet.route_teller import RouteTeller
 from rollout.fleet.update_log import KEPT_RECEIPTS, UpdateLog
-from rollout.generation import AnyPrompt, ChatOptions, Completion, SamplingParams
 from rollout.generation.metrics import EngineCounters, EngineStats
-from rollout.rpc.convert import Messages
-from rollout.rpc.tls import ServerTls
-from rollout.weight_sync.protocol.channel import WeightChannel
-from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
-from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.membership import AskRoutes, Routes
+from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
-from rollout.weight_sync.protocol.unload import unload
-from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.host import host_id
-from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
-from rollout.weight_sync.versions.follower import readable
-from rollout.weight_sync.versions.read_once import ReadOnce
-from rollout.weights.adapters import AdapterLoaded
-from rollout.wire.version import ServerInfo, Speaks
-
-T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
-class FleetBackend:
-    """Every (epoch, version) that leaves it is the fleet's.
+class FleetBackend(Front):
+    """The front that coordinates: it grants leases, and commits."""
 
-    Its clients' prompts run by ``Calls``; who is paused or asleep says its ``Hold``.
-    """
-
-    reads_in_place = False
-    joins = False
-    # Members have these, each its own.
-    config = directory = tokenizer = prompts = None
-    local_address = LOOPBACK
+    fleet: Fleet
+    hold: Hold
 
     def __init__(
         self,
@@ -75,25 +39,17 @@ class FleetBackend:
         weight_dirs: Sequence[str] = (),
         replicas: Replicas | None = None,
     ) -> None:
-        """``weight_dirs``: directories under which the front may read updates itself. ``replicas``:
-        members that it starts, and has run from then on; see ``start``.
+        """``weight_dirs``: see ``Front``. ``replicas``: members that it starts, and has run from
+        then on; see ``start``.
         """
-        self.fleet, self.hold = fleet, Hold(fleet)
-        self.calls = Calls(fleet, self.hold)
-        self._weight_dirs = tuple(weight_dirs)
-        self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
-        self._files = AdapterFiles(lambda: self.adapters)
-        self.max_adapters = self._max_lora_rank = 0  # of its members, as they were at the start
-        self.replicas = replicas
-        self._timeout, self._starting, self._launched = start_timeout, asyncio.Lock(), False
+        hold = Hold(fleet)
+        super().__init__(fleet, hold, weight_dirs)
+        self._replicas = replicas
+        self._timeout, self._launched = start_timeout, False
         self._log = UpdateLog()
         self._updates = CommittedUpdates(KEPT_RECEIPTS)
-        self.verbs = VerbSession(FleetTarget(self, self._updates))
-        self._started: ServerInfo | None = None
-        self._said_by: tuple[str, int | None] = "", None  # whose word that is, and its life
-        self._closed = False
-
-    # ---- life ----
+        self._verbs = VerbSession(FleetTarget(self, self._updates))
+        self._teller = RouteTeller(fleet, hold)
 
     async def start(self) -> None:
         """Until as many members serve as a commit needs; ``DeadlineExceeded`` after
@@ -102,177 +58,45 @@ class FleetBackend:
         async with self._starting:
             if self._started is not None:
                 return
-            if self.replicas is not None and not self._launched:
+            if self._replicas is not None and not self._launched:
                 self._launched = True
-                await asyncio.to_thread(self.replicas.start)
+                await asyncio.to_thread(self._replicas.start)
             await asyncio.to_thread(gather, self.fleet, self._timeout)
-            info = await asyncio.to_thread(self.fleet.ask_any, lambda client: client.info())
-            self.max_adapters, self._max_lora_rank = info.max_adapters, info.max_lora_rank
+            await self._meet_members()
             self.hold.find()
             await asyncio.to_thread(self.fleet.serve)
             self._started = await self._any(self._asked)
 
-    @property
-    def is_loading(self) -> bool:
-        return self._started is None and not self._closed
-
-    @property
-    def seen(self) -> tuple[int | None, int]:
-        return self.fleet.epoch, 0
-
-    @property
-    def max_model_len(self) -> int:
-        return 0 if self._started is None else self._started.max_model_len
-
-    async def state(self) -> str:
-        if self._closed:
-            return "closed"
-        if self._started is None:
-            return "loading"
-        if self.calls.closing:
-            return "leaving"
-        states = sorted({standing.state for standing in self.fleet.standings().values()})
-        if states and self.hold.wanted.state:
-            return self.hold.wanted.state
-        return "running" if "running" in states else next(iter(states), "fenced")
-
-    async def server_info(self) -> ServerInfo:
-        """Without a question to a member, for as long as whoever was asked is of the fleet: clients
-        ask whenever they connect, also while no member serves.
-        """
-        info = self._started
-        if info is None:
-            info = await self._any(self._asked)
-        elif self.fleet.life(self._said_by[0]) != self._said_by[1] and self.fleet.serving():
-            with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(self.fleet.lease / 2):
-                    self._started = info = await self._any(self._asked)
-        return replace(
-            info, epoch=self.fleet.epoch, version=self.fleet.version, state=await self.state(),
-            software=Speaks.here().software,
-        )  # fmt: skip
+    def _others_route(self) -> bool:
+        return self._teller.is_asked
 
     async def disconnect(self) -> None:
-        for link in self.fleet.serving():
-            await link.client.disconnect()
+        self._teller.close()
+        await super().disconnect()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.verbs.close()
-            self.fleet.close()
-
-    # ---- generation ----
-
-    def generate(
-        self,
-        prompts: Sequence[AnyPrompt],
-        params: Sequence[SamplingParams],
-        request_ids: Sequence[str],
-        *,
-        stream: bool,
-    ) -> Outputs:
-        params = self._floored(params)
-        return self.calls.run(
-            FleetCall(prompts=prompts, params=params, request_ids=request_ids, stream=stream)
-        )
-
-    def chat(
-        self,
-        conversations: Sequence[Messages],
-        params: Sequence[SamplingParams],
-        request_ids: Sequence[str],
-        options: ChatOptions,
-        *,
-        stream: bool,
-        delivered: Sequence[tuple[Completion, ...]] | None = None,
-    ) -> Outputs:
-        return self.calls.run(
-            FleetCall(
-                prompts=conversations, params=self._floored(params), request_ids=request_ids,
-                stream=stream, options=options, given=delivered,
-            )
-        )  # fmt: skip
-
-    async def tokenize(
-        self,
-        prompt: str | Messages,
-        add_special_tokens: bool | None = None,
-        options: ChatOptions | None = None,
-    ) -> list[int]:
-        return await self._any(
-            lambda link: link.client.tokenize(prompt, add_special_tokens, options)
-        )
-
-    async def render(self, messages: Messages, options: ChatOptions) -> str:
-        return await self._any(lambda link: link.client.render(messages, options))
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        links = self.fleet.with_calls()
-        return sum(await self._all(lambda it: it.client.abort(request_ids), links, some=True))
-
-    def end_calls(self, error: EngineError) -> None:
-        self.calls.end(error)
-
-    def leave(self) -> None:
-        self.calls.closing = True
-
-    is_member = False
-
-    @property
-    def has_left(self) -> bool:
-        return not self.calls.running
-
-    # ---- control ----
-
-    async def pause(self, mode: str, timeout: float) -> None:
-        await self.hold.pause(mode, timeout)
-
-    async def resume(self) -> None:
-        await self.hold.resume()
-
-    async def sleep(self, level: int, mode: str, timeout: float) -> None:
-        if level != 1:
-            raise ConfigError(
-                "a fleet's members keep their weights, which those that join are given: sleep(1)"
-            )
-        await self.hold.sleep(level, mode, timeout)
-
-    async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
-        await self.hold.wake_up(tags, timeout)
-
-    @property
-    def asleep(self) -> frozenset[str]:
-        """Tags that were given up through this front."""
-        return self.hold.wanted.asleep
-
-    async def reset_prefix_cache(self) -> None:
-        await self._all(lambda link: link.client.reset_prefix_cache())
+        self._verbs.close()
+        super().close()
 
     async def stats(self) -> EngineStats:
-        rows = await self._all(lambda link: link.client.stats(), some=True)
-        if not rows:
-            self.fleet.one()  # says why none serves
-            raise EngineClosed("no member of the fleet answers")
-        return replace(
-            summed(rows), state=await self.state(), epoch=self.fleet.epoch,
-            weight_version=self.fleet.version, adapters=self.adapters,
-            members=standing(self.fleet.members()), **self._log.figures(),
-        )  # fmt: skip
+        return replace(await super().stats(), **self._log.figures())
+
+    async def routes(self, ask: AskRoutes) -> Routes:
+        return await self._teller.answer(ask)
 
     # ---- weights (blocking) ----
-
-    @property
-    def served(self) -> FleetBackend:
-        return self
 
     @property
     def counters(self) -> EngineCounters:
         return self._log.counters
 
     @property
-    def link(self) -> FleetBackend:
-        return self
+    def verbs(self) -> VerbSession:
+        return self._verbs
+
+    @property
+    def replicas(self) -> Replicas | None:
+        return self._replicas
 
     def info(self) -> WeightInfo:
         fleet = self.fleet
@@ -293,98 +117,14 @@ class FleetBackend:
         transports = self._transports(info.device)
         return kind(self.fleet, transports, self._log, names, self._updates)
 
-    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
-        raise TransferFailed("a fleet's update has one channel")
-
-    prepared = ""
-
-    def decide(self, decision: Decision) -> UpdateReceipt | None:
-        raise VersionConflict("a fleet decides by itself: no update of it waits for a decision")
-
-    def serve(self, grant: Grant) -> Standing:
-        raise ConfigError("a fleet is no member of another")
-
-    def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:
-        raise ConfigError("a fleet is no member of another: ask one of its engines")
-
-    def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
-        """Read by the front, once for all members."""
-        return self.update_once(readable(path, self._weight_dirs, self.info()), options)
-
-    def update_once(self, source: Any, options: UpdateOptions) -> UpdateReceipt:
-        """Nothing new where the last one had this ``update_id``, and is live still."""
-
-        def read() -> UpdateReceipt:
-            return publish(source, connect=lambda: _Reader(self), options=options)
-
-        return self._reads.run(options.update_id or "", options.timeout, read)
-
     def rollback(self, timeout: float) -> UpdateReceipt:
         return roll_back(self.fleet, self._log, timeout)
-
-    def prepare_rollback(self, request: PrepareRollback) -> None:
-        raise ConfigError("a fleet is no member of another")
 
     def digests(self, timeout: float) -> dict[str, int]:
         return self.fleet.ask_any(lambda client: client.digests(timeout))
 
-    @property
-    def adapters(self) -> dict[str, int]:
-        """The version of each that every member holds which serves."""
-        return {one.name: one.version for one in self.fleet.promise.adapters}
-
-    @property
-    def adapter_limits(self) -> tuple[int, int] | None:
-        """It merges none."""
-        loads = self._weight_dirs and self.max_adapters
-        return (self._max_lora_rank, self.max_adapters) if loads else None
-
-    @property
-    def adapter_names(self) -> tuple[str, ...]:
-        """Of adapters that requests may name: every member that serves holds them."""
-        return self._files.names
-
-    def load_lora_adapter(
-        self, name: str, path: str, *, inplace: bool = False, anywhere: bool = True
-    ) -> AdapterLoaded:
-        """A PEFT directory's, read by the front, into a slot of every member, or of none.
-
-        Unless ``anywhere``, it has to lie under one of ``weight_dirs``.
-        """
-        base = None if self._started is None else self._started.model
-        where = Path(path).expanduser().absolute()
-        if not anywhere:
-            where = adapter_directory(name, path, self._weight_dirs)
-        version = self._files.load(
-            name,
-            where,
-            _Reader(self),
-            inplace=inplace,
-            timeout=DEFAULT_TIMEOUT,
-            base_names=(base,),
-        )
-        return AdapterLoaded(name=name, version=version, merged=False)
-
-    def unload_lora_adapter(self, name: str) -> bool:
-        """By a commit of its own: from its version on, no member that serves has the name."""
-        return self._files.unload(name, lambda: unload(self.adapters, self.open, name))
-
-    def save_sharded_state(self, path: str, timeout: float) -> int:
-        raise ConfigError("save_sharded_state writes where ranks run: call it on a member")
-
-    def collective_rpc(
-        self, method: str, args: list[Any], kwargs: dict[str, Any], timeout: float
-    ) -> list[Any]:
-        raise ConfigError("collective_rpc runs what is a member's own: call it on each member")
-
     def receipts(self) -> tuple[UpdateReceipt, ...]:
         return self._log.receipts
-
-    def committed_at(self, version: int) -> float | None:
-        return None
-
-    def committed(self, receipt: UpdateReceipt, *, partial: bool) -> None:
-        """Nothing to remember: the record has it."""
 
     # ---- helpers ----
 
@@ -410,67 +150,3 @@ class FleetBackend:
             reaches=tuple(sorted({uuid for link in links for uuid in link.reaches})),
             features=tuple(dict.fromkeys((*info.features, "cards"))),
         )  # fmt: skip
-
-    def _floored(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-        """A member that is about to commit an adapter is waited for by who asks for it. Epochs are
-        the fleet's, of which a member knows nothing.
-        """
-        versions, found = self.adapters, []
-        for one in params:
-            one.check_epoch(self.fleet.epoch)
-            floor = max(versions.get(one.adapter or "", 0), one.min_version or 0)
-            if floor > (one.min_version or 0) or one.min_version_epoch is not None:
-                one = replace(one, min_version=floor or None, min_version_epoch=None)
-            found.append(one)
-        return found
-
-    async def _asked(self, link: Link) -> ServerInfo:
-        life = self.fleet.life(link.name)
-        info = await link.client.server_info()
-        self._said_by = link.name, life
-        return info
-
-    async def _any(self, verb: Callable[[Link], Awaitable[T]]) -> T:
-        """The answer of a member that serves; where one does not answer, another's."""
-        links = sorted(self.fleet.serving(), key=lambda link: link.calls)
-        for link in links[:-1]:
-            with contextlib.suppress(EngineError):
-                return await verb(link)
-        return await verb((links[-1:] or [self.fleet.one()])[0])
-
-    async def _all(
-        self,
-        verb: Callable[[Link], Awaitable[T]],
-        links: Sequence[Link] | None = None,
-        *,
-        some: bool = False,
-    ) -> list[T]:
-        """Of every member that serves, or of ``links``; ``some``: those that do not answer are left
-        out.
-        """
-        calls = (verb(link) for link in (self.fleet.serving() if links is None else links))
-        found: list[T] = []
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if not isinstance(answer, BaseException):
-                found.append(answer)
-            elif not some or not isinstance(answer, EngineError):
-                raise answer
-        return found
-
-
-class _Reader:
-    """``WeightLink`` of the front to its own fleet, for what it reads from files: it leaves the
-    GPUs, on which members run, alone.
-    """
-
-    joins, local_address = False, LOOPBACK
-
-    def __init__(self, of: FleetBackend) -> None:
-        self._of = of
-        self.open, self.join, self.receipts = of.open, of.join, of.receipts
-
-    def info(self) -> WeightInfo:
-        info = self._of.info()
-        if not info.device.startswith("cuda"):
-            return info
-        return replace(info, transports=tuple(x for x in info.transports if x != "ipc"))

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollout.fleet.beginning import Beginning
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
@@ -31,8 +32,8 @@ class FleetCall:
     those of which a member tells before their end, so that they can go on elsewhere behind it.
 
     Requests without a seed get one here, so that whichever member goes on draws the same tokens.
-    ``sessions``: of each row; the members are not told. ``given``: of each conversation, what
-    another engine has answered of it before this call.
+    Members are told digests alone of what it is known by. ``given``: of each conversation, what
+    another engine has answered of it before this call. ``fleet``: whose members may answer.
     """
 
     prompts: Sequence[Any]
@@ -41,16 +42,18 @@ class FleetCall:
     stream: bool
     options: ChatOptions | None = None
     given: Sequence[tuple[Completion, ...]] | None = None
+    fleet: int = 0
     begun: dict[int, RequestOutput] = field(default_factory=dict)
     has_moved: bool = False  # whether a member has gone on with what another had begun
     left: set[int] = field(init=False)
     told: set[int] = field(init=False)
-    sessions: Sequence[str | None] = field(init=False)
+    _sessions: Sequence[str | None] = field(init=False)
+    _beginnings: dict[int, Beginning] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.left = set(range(len(self.prompts)))
         self.told = {row for row in self.left if self.stream or self._is_long(row)}
-        self.sessions = [p.session_id for p in self.params]
+        self._sessions = [p.session_id for p in self.params]
         self.params = [
             replace(
                 p,
@@ -60,6 +63,13 @@ class FleetCall:
             )
             for row, p in enumerate(self.params)
         ]
+
+    def beginning(self, row: int) -> Beginning:
+        """What the row's prompt is known by, as it came."""
+        if row not in self._beginnings:
+            group = self.params[row].group_id
+            self._beginnings[row] = Beginning.of(self.prompts[row], self._sessions[row], group)
+        return self._beginnings[row]
 
     def outputs(self, client: RolloutClient, rows: Sequence[int]) -> Outputs:
         """Of these rows by a member: all are new, or all have begun elsewhere.
@@ -73,12 +83,17 @@ class FleetCall:
         ids = [self.request_ids[row] for row in rows]
         begun = rows[0] in self.begun
         self.has_moved |= begun
+        said: Any = {
+            "stream": stream,
+            "fleet": self.fleet,
+            "beginnings": [b"".join(self.beginning(row).keys) for row in rows],
+        }
         if self.options is not None and not (begun and all(map(self._is_plain, rows))):
             return client.chat(
                 [self.prompts[row] for row in rows], params, ids, self.options,
-                stream=stream, delivered=[self._delivered(row) for row in rows],
+                delivered=[self._delivered(row) for row in rows], **said,
             )  # fmt: skip
-        return client.generate([self._prompt(row) for row in rows], params, ids, stream=stream)
+        return client.generate([self._prompt(row) for row in rows], params, ids, **said)
 
     def forget(self, epoch: int, version: int) -> None:
         """Of what is not streamed have rows begin anew that cannot go on as they are once this

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -21,8 +20,8 @@ from rollout.errors import (
     WorkerDied,
 )
 from rollout.fleet.call import FleetCall, Outputs
-from rollout.fleet.fleet import Fleet
-from rollout.fleet.hold import Hold
+from rollout.fleet.directory import Directory
+from rollout.fleet.hold import Holding
 from rollout.fleet.link import Link
 from rollout.fleet.lost import Lost
 from rollout.fleet.router import Router, load_of
@@ -31,7 +30,6 @@ from rollout.rpc.status import is_typed
 
 log = logging.getLogger(__name__)
 TRIES = 3  # members that one prompt may be lost with
-GROUPS = 1 << 14  # whose members are remembered
 PATIENCE = 2.0  # leases for which a call waits for a member that serves
 LOST = (
     EngineBroken,
@@ -48,10 +46,9 @@ class Calls:
     behind the tokens that were delivered of it.
     """
 
-    def __init__(self, fleet: Fleet, hold: Hold) -> None:
+    def __init__(self, fleet: Directory, hold: Holding) -> None:
         self._fleet, self._hold, self.router = fleet, hold, Router()
         self._running: set[_Running] = set()
-        self._groups: OrderedDict[str, str] = OrderedDict()  # a group's member
         self.closing = False  # no new ones are taken
 
     @property
@@ -73,6 +70,7 @@ class Calls:
         self._hold.check()
         if self.closing:
             raise EngineClosed(LEAVING)
+        call.fleet = self._fleet.fleet_id
         running = _Running()
         self._running.add(running)
         try:
@@ -104,23 +102,10 @@ class Calls:
         for row in rows:
             params = call.params[row]
             extra = float(params.n)
-            name = self._groups.get(params.group_id or "", "")
-            if name not in loads:
-                name = self.router.choose(
-                    call.prompts[row], loads, extra, params.max_tokens, call.sessions[row]
-                )
-            self._have_together(params.group_id, name)
+            name = self.router.place(call.beginning(row), loads, extra, params.max_tokens)
             loads[name] += extra
             shares.setdefault(name, []).append(row)
         return shares
-
-    def _have_together(self, group: str | None, name: str) -> None:
-        """What else comes of this group goes to this member, too, which can then pin it whole."""
-        if group is not None:
-            self._groups[group] = name
-            self._groups.move_to_end(group)
-            if len(self._groups) > GROUPS:
-                self._groups.popitem(last=False)
 
     async def _served(self, call: FleetCall, name: str, rows: list[int]) -> Outputs:
         """The outputs of ``rows``; those of a member that fails come from others, where each goes
@@ -197,7 +182,7 @@ class Calls:
     def _loads(self, without: set[str]) -> dict[str, float]:
         standings = self._fleet.standings()
         return {
-            link.name: load_of(link.calls, standings[link.name])
+            link.name: load_of(link.calls + link.others, standings[link.name])
             for link in self._fleet.serving()
             if link.name in standings and link.name not in without
         }

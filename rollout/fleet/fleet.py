@@ -16,19 +16,18 @@ from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineClosed,
-    EngineError,
     RolloutError,
 )
 from rollout.fleet import late
 from rollout.fleet.actions import Action, Adapters, Ask, Ended, Promise
 from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.directory import Directory
 from rollout.fleet.errands import Errands
 from rollout.fleet.link import Link, let_go
 from rollout.fleet.member import describe
 from rollout.fleet.member_log import MemberLog
 from rollout.fleet.record import Record
 from rollout.rpc.address import split_address
-from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import WeightInfo
@@ -46,7 +45,7 @@ _CLOSED = (
 )
 
 
-class Fleet:
+class Fleet(Directory):
     """Thread-safe. ``quorum``: members that must hold a version for it to commit; None is 2, or 1
     where there is one member. ``lease``: seconds for which a member that hears nothing serves on.
     ``tls``: how members are reached that speak it. ``patience``: for how much of an update's
@@ -212,7 +211,6 @@ class Fleet:
         return self._state.quorum
 
     def whys(self) -> str:
-        """Why members do not serve that do not."""
         with self._changed:
             return self._state.members.whys()
 
@@ -221,7 +219,6 @@ class Fleet:
             return [self._links[name] for name in self._state.serving if name in self._links]
 
     def with_calls(self) -> list[Link]:
-        """Of members where calls may run: those that serve, and those that are about to end."""
         with self._changed:
             members = self._state.members
             return [self._links[n] for n, m in members.items() if m.has_lease and n in self._links]
@@ -231,19 +228,16 @@ class Fleet:
             return list(self._links.values())
 
     def life(self, name: str) -> int | None:
-        """The epoch in which a member was last heard of."""
         with self._changed:
             member = self._state.members.get(name)
             standing = None if member is None else member.standing
             return None if standing is None else standing.epoch
 
     def members(self) -> list[dict[str, Any]]:
-        """A row for each, for people."""
         with self._changed:
             return describe(self._state.members.values())
 
     def standings(self) -> dict[str, Standing]:
-        """The last word of each member that serves."""
         with self._changed:
             members = self._state.members
             found = ((name, members[name].standing) for name in self._state.serving)
@@ -263,25 +257,16 @@ class Fleet:
         return self._state.promise.version
 
     @property
+    def fleet_id(self) -> int:
+        return self._state.promise.fleet
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        return {one.name: one.version for one in self._state.promise.adapters}
+
+    @property
     def num_members(self) -> int:
         return len(self._links)
-
-    def one(self) -> Link:
-        """Any member that serves; ``EngineClosed`` where none does."""
-        links = self.serving()
-        if not links:
-            raise EngineClosed(f"no member of the fleet serves: {self.whys() or 'it has none'}")
-        return min(links, key=lambda link: link.calls)
-
-    def ask_any(self, verb: Callable[[RolloutClient], T]) -> T:
-        """The answer of a member that serves; where one does not answer, another's."""
-        links = sorted(self.serving(), key=lambda link: link.calls)
-        for link in links[:-1]:
-            try:
-                return verb(link.client)
-            except EngineError as error:
-                log.info("member %s did not answer: %s", link.name, error)
-        return verb((links[-1:] or [self.one()])[0].client)
 
     # ---- an update, as a ``Transaction`` makes it ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from functools import partial
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import ASLEEP, WAKE_TAGS
 from rollout.errors import EngineClosed, RolloutError
-from rollout.fleet.fleet import Fleet
+from rollout.fleet.directory import Directory
 from rollout.fleet.link import Link
 from rollout.rpc.client import RolloutClient
 
@@ -31,12 +32,39 @@ class Held:
         return "asleep" if self.asleep else "paused" if self.paused else ""
 
 
-class Hold:
-    """For the event loop of its front. A verb goes to all members; those that serve have to take
-    it, and whoever has missed it is brought to it by ``reach``, before its next call.
+class Holding(ABC):
+    """What a front's calls go by: ``wanted``, for the event loop of that front."""
+
+    wanted: Held
+
+    def check(self) -> None:
+        """Raise what an engine says to a request while all are asleep."""
+        if self.wanted.asleep:
+            raise EngineClosed(ASLEEP)
+
+    @abstractmethod
+    async def reach(self, link: Link) -> None:
+        """Return once a member is held as all are; raises what its verbs raise."""
+
+    @abstractmethod
+    async def pause(self, mode: str, timeout: float) -> None: ...
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def sleep(self, level: int, mode: str, timeout: float) -> None: ...
+
+    @abstractmethod
+    async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None: ...
+
+
+class Hold(Holding):
+    """The fleet's own. A verb goes to all members; those that serve have to take it, and whoever
+    has missed it is brought to it by ``reach``, before its next call.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Directory) -> None:
         self.wanted = Held()
         self._fleet = fleet
 
@@ -47,11 +75,6 @@ class Hold:
             self.wanted = Held(asleep=frozenset(WAKE_TAGS))
         elif states == {"paused"}:
             self.wanted = Held(paused=True)
-
-    def check(self) -> None:
-        """Raise what an engine says to a request while all are asleep."""
-        if self.wanted.asleep:
-            raise EngineClosed(ASLEEP)
 
     async def pause(self, mode: str, timeout: float) -> None:
         wanted = replace(self.wanted, paused=True)
@@ -69,8 +92,11 @@ class Hold:
         wanted = replace(self.wanted, asleep=asleep)
         await self._all(wanted, lambda client: client.wake_up(tags, timeout))
 
+    def is_reached(self, link: Link) -> bool:
+        """Whether a member has taken all verbs that it was to take, or is about to."""
+        return bool(link.verbs) or link.held == (self._fleet.life(link.name), self.wanted)
+
     async def reach(self, link: Link) -> None:
-        """Return once a member is held as all are; raises what its verbs raise."""
         while link.verbs or link.held != (self._fleet.life(link.name), self.wanted):
             if link.verbs:  # as a pause that waits for what runs
                 await asyncio.wait(link.verbs)

@@ -14,7 +14,7 @@ from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls
 from rollout.weight_sync.protocol.link import Forward
-from rollout.weight_sync.protocol.membership import Grant, SendTo, Standing
+from rollout.weight_sync.protocol.membership import Grant, Report, SendTo, Standing
 from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
@@ -24,7 +24,8 @@ LOOK_AGAIN = 30.0  # seconds until it is looked at once more why it does not ans
 @dataclass(slots=True)
 class Link:
     """One member as the front reaches it: ``client`` for calls and weights, ``control`` for what
-    may not wait. ``calls``: of this front, under way there.
+    may not wait. ``calls``: of this front, under way there; ``others``: of other fronts, as the
+    member reported last.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Link:
     tls: ClientTls | None = None
     joins: bool = False  # by the update under way: it does not serve yet
     calls: int = 0
+    others: int = 0
+    report: Report | None = None  # its last one
     met: bool = False  # whether ``client`` knows what it can do
     verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
     place: str = ""  # of the memory that its ranks can map: ``place_of``

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.fleet.fleet import Fleet
+from rollout.fleet.directory import Directory
 
 
 class Lost:
@@ -10,13 +10,13 @@ class Lost:
     may hold for alive what is gone, and one that was only cut off may still run the request.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Directory) -> None:
         self._fleet = fleet
         self._lives: dict[str, int | None] = {}
         self._losses: set[tuple[str, int | None]] = set()
 
     def add(self, name: str, life: int | None) -> None:
-        """``life``: in which the call was sent to it, as ``Fleet.life``."""
+        """``life``: in which the call was sent to it, as ``Directory.life``."""
         self._lives[name] = life
         self._losses.add((name, life))
 

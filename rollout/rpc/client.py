@@ -55,7 +55,16 @@ from rollout.rpc.status import error_from_rpc
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.rpc.tls import problem as tls_problem
 from rollout.rpc.update_channel import GrpcWeightChannel, feed
-from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo, Standing
+from rollout.weight_sync.protocol.membership import (
+    AskReport,
+    AskRoutes,
+    Grant,
+    PrepareRollback,
+    Report,
+    Routes,
+    SendTo,
+    Standing,
+)
 from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.protocol.unload import unload
@@ -109,8 +118,14 @@ class RolloutClient:
         request_ids: Sequence[str],
         *,
         stream: bool,
+        fleet: int = 0,
+        beginnings: Sequence[bytes] = (),
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """(index of the prompt, output): cumulative ones with ``stream``, else one per prompt."""
+        """(index of the prompt, output): cumulative ones with ``stream``, else one per prompt.
+
+        ``fleet``: an engine that serves under no lease of this one refuses; 0: whoever it is.
+        ``beginnings``: of each prompt, what it reports to fronts that it has had (``Routed``).
+        """
         for kind, feature in ((ImagePrompt, "images"), (ContinuedPrompt, "continued")):
             if any(isinstance(prompt, kind) for prompt in prompts) and feature not in self.features:
                 raise InvalidRequest(
@@ -122,6 +137,7 @@ class RolloutClient:
             prompts=map(prompt_to_proto, prompts, request_ids),
             params=map(params_to_proto, self._known(params)),
             stream=stream,
+            routed=_routed(fleet, beginnings),
         )
         return self._outputs("Generate", request)
 
@@ -134,6 +150,8 @@ class RolloutClient:
         *,
         stream: bool,
         delivered: Sequence[tuple[Completion, ...]] | None = None,
+        fleet: int = 0,
+        beginnings: Sequence[bytes] = (),
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         begun = delivered or [()] * len(conversations)
         if any(begun) and "continued_chats" not in self.features:
@@ -145,6 +163,7 @@ class RolloutClient:
             params=map(params_to_proto, self._known(params)),
             options_json=chat_options_to_json(options),
             stream=stream,
+            routed=_routed(fleet, beginnings),
         )
         return self._outputs("Chat", request)
 
@@ -261,6 +280,13 @@ class RolloutClient:
     async def stats(self) -> EngineStats:
         return stats_from_json((await self._call(ControlStub, "Stats", pb.StatsRequest())).json)
 
+    async def report(self, ask: AskReport, timeout: float) -> Report:
+        """Of a member of a fleet: what it has to do, and has had."""
+        request = document(ask)
+        return from_json(
+            Report, (await self._call(WeightSyncStub, "Report", request, timeout)).json
+        )
+
     # ---- weights (blocking) ----
 
     served = None
@@ -329,6 +355,10 @@ class RolloutClient:
 
     def serve(self, grant: Grant) -> Standing:
         return from_json(Standing, self._ask("Serve", document(grant), self.timeout).json)
+
+    def routes(self, ask: AskRoutes, timeout: float) -> Routes:
+        """Of a fleet's coordinating front: who its members are, and how they are reached."""
+        return from_json(Routes, self._ask("Routes", document(ask), timeout).json)
 
     def send_to(self, request: SendTo, shown: ServerTls | None = None) -> UpdateReceipt:
         """Have this engine bring another to its live version; the other's receipt."""
@@ -470,6 +500,10 @@ class RolloutClient:
     ) -> Any:
         limit = self.timeout if timeout is None else timeout + 1  # the server's own limit first
         return await self._connection.call(stub, method, request, limit)
+
+
+def _routed(fleet: int, beginnings: Sequence[bytes]) -> Any:
+    return pb.Routed(fleet=fleet, beginnings=beginnings) if fleet or beginnings else None
 
 
 def _not_from_here(what: str, instead: str = "") -> ConfigError:

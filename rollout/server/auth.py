@@ -37,7 +37,7 @@ _CONTROL = (
     )),
     *(f"{_GRPC}WeightSync/{name}" for name in (
         "Update", "Decide", "Serve", "SendTo", "UpdateFrom", "Rollback", "Digests",
-        "PrepareRollback",
+        "PrepareRollback", "Routes", "Report",
         "InitWeightTransferEngine",
         "StartWeightUpdate", "UpdateWeights", "FinishWeightUpdate", "AbortWeightUpdate",
     )),

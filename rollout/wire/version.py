@@ -19,9 +19,9 @@ OLDEST, PROTOCOL = 5, 5  # versions of the gRPC services and the documents in th
 # Beyond what version 5 began with.
 FEATURES = (
     *("cards", "cells", "codes", "components", "continued", "continued_chats", "fleets"),
-    *("floors", "images", "intervals", "kv", "late_labels", "limits", "merged", "multiplex"),
-    *("prepare", "regions", "relays", "repeats", "returns", "score", "sessions", "shares"),
-    *("sleep_modes"),
+    *("floors", "fronts", "images", "intervals", "kv", "late_labels", "limits", "merged"),
+    *("multiplex", "prepare", "regions", "relays", "repeats", "returns", "score", "sessions"),
+    *("shares", "sleep_modes"),
 )
 PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its range, "5" or "5-7"
 SOFTWARE_KEY = "rollout-software"  # and its packages, which errors name

@@ -9,6 +9,9 @@ from rollout import AsyncRollout, Rollout
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.record import Record
+from rollout.fleet.routed_fleet import RoutedFleet
+from rollout.fleet.routing_front import RoutingFront
+from rollout.rpc.client import RolloutClient
 
 ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 256}
 LEASE = 2.5  # half of it is a pause that a busy machine may make
@@ -23,22 +26,40 @@ def break_off(engine):
 class Front:
     """A fleet and the verbs over it."""
 
-    def __init__(self, record, engines, lease=LEASE, **options):
+    def __init__(self, record, engines, lease=LEASE, port=0, **options):
         self.fleet = Fleet(Record(record, lease), lease=lease, **options)
         self.names = [self.fleet.add(engine.address) for engine in engines]
         self.backend = FleetBackend(self.fleet)
+        self.rollout = Rollout.over(lambda: AsyncRollout.over(self.backend))
+        if port:
+            self.rollout._loop.run(self.rollout._async.serve(port=port))
+
+    def close(self):
+        self.rollout.shutdown()
+
+
+class OneMore:
+    """A front that routes only, beside the one at ``coordinator``, and the verbs over it."""
+
+    def __init__(self, coordinator, token=None, tls=None):
+        self.fleet = RoutedFleet(RolloutClient(coordinator, token, tls=tls, keeps_epoch=False))
+        self.backend = RoutingFront(self.fleet, start_timeout=60.0)
         self.rollout = Rollout.over(lambda: AsyncRollout.over(self.backend))
 
     def close(self):
         self.rollout.shutdown()
 
 
-@contextmanager
 def front_process(record, *engines, grpc_port=0, flags=()):
     """``rollout fleet`` over engines: its process, and its HTTP and gRPC addresses."""
+    words = [word for engine in engines for word in ("--engine", engine)]
+    return fleet_process("--record", str(record), *words, *flags, grpc_port=grpc_port)
+
+
+@contextmanager
+def fleet_process(*flags, grpc_port=0):
     words = [sys.executable, "-m", "rollout", "fleet", "--port", "0", "--exit-with-stdin"]
-    words += ["--grpc-port", str(grpc_port), "--record", str(record), "--start-timeout", "120"]
-    words += [*flags, *(word for engine in engines for word in ("--engine", engine))]
+    words += ["--grpc-port", str(grpc_port), "--start-timeout", "120", *flags]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

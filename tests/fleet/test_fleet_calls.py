@@ -88,7 +88,7 @@ class Asked:
 
     features = FEATURES
 
-    def generate(self, prompts, params, ids, *, stream):
+    def generate(self, prompts, params, ids, *, stream, **said):
         self.prompts, self.stream = prompts, stream
         self.intervals = [one.stream_interval for one in params]
 
@@ -223,6 +223,7 @@ class OneMember:
     """A fleet of one that is out of service, or of another life, when its test says so."""
 
     epoch, version = 1, 0
+    fleet_id = 0
     closed = False
 
     def __init__(self, lease):

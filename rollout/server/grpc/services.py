@@ -138,6 +138,7 @@ class GenerationService:
         return pb.AbortResponse(count=await self._rollout.abort(ids))
 
     def _generated(self, request: Any) -> Outputs:
+        self._take_word(request.routed, len(request.prompts))
         return self._rollout.stream_many(
             [prompt_from_proto(prompt) for prompt in request.prompts],
             _params(request.params, len(request.prompts)),
@@ -146,6 +147,7 @@ class GenerationService:
         )
 
     def _chatted(self, request: Any) -> Outputs:
+        self._take_word(request.routed, len(request.conversations))
         return self._rollout.stream_chat(
             [messages_from_json(c.messages_json) for c in request.conversations],
             _params(request.params, len(request.conversations)),
@@ -154,6 +156,13 @@ class GenerationService:
             delivered=[delivered_from_proto(c) for c in request.conversations],
             **chat_options_from_json(request.options_json),
         )
+
+    def _take_word(self, routed: Any, count: int) -> None:
+        """Of a front: its call is for a member of its fleet alone, and others are to hear of it."""
+        if len(routed.beginnings) not in (0, count):
+            raise InvalidRequest(f"beginnings of {len(routed.beginnings)} prompts, for {count}")
+        if (served := self._rollout.backend.served) is not None:
+            served.note_routed(routed.fleet, routed.beginnings)
 
 
 class ControlService:

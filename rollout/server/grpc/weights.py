@@ -30,9 +30,16 @@ from rollout.server.verbs import (
     UpdateBody,
     Verbs,
     parse,
+    served_of,
 )
 from rollout.weight_sync.protocol.channel import WeightChannel
-from rollout.weight_sync.protocol.membership import Grant, PrepareRollback, SendTo
+from rollout.weight_sync.protocol.membership import (
+    AskReport,
+    AskRoutes,
+    Grant,
+    PrepareRollback,
+    SendTo,
+)
 from rollout.weight_sync.protocol.messages import Decision
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.transports import served
@@ -69,6 +76,16 @@ class WeightSyncService:
     async def Serve(self, request: Any) -> Any:  # noqa: N802
         grant, backend = from_json(Grant, request.json), self._rollout.backend
         return document(await asyncio.to_thread(backend.serve, grant))
+
+    @answers
+    async def Routes(self, request: Any) -> Any:  # noqa: N802
+        ask = from_json(AskRoutes, request.json)
+        return document(await served_of(self._rollout).routes(ask))
+
+    @answers
+    async def Report(self, request: Any) -> Any:  # noqa: N802
+        ask = from_json(AskReport, request.json)
+        return document(served_of(self._rollout).report(ask))
 
     @answers
     async def SendTo(self, request: Any) -> Any:  # noqa: N802

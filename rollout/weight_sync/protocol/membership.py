@@ -12,9 +12,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rollout.wire.codec import ADDED, Count, Digest, Seconds, Text
+from rollout.wire.codec import ADDED, Count, Digest, Many, Seconds, Table, Text
 
 MAX_AUTHORITIES = 1 << 20  # bytes; all those of a Linux distribution are a quarter of it
+
+MAX_REPORT = 12 * 2048  # bytes of the digests in one report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,3 +88,93 @@ class PrepareRollback:
     digest: Digest
     fence: Count
     timeout: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskReport:
+    """A front asks a member what others send there: what is new since ``since``, the serial of its
+    last report of that ``life`` (its epoch).
+    """
+
+    life: Digest = 0
+    since: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How much a member has to do, for whichever front, and what it has had lately.
+
+    ``epoch``: its life. ``fleet``: under whose lease it is; 0: nobody's. ``calls``: requests that
+    it has. ``beginnings``: for each digest that calls came with, the newest last, its 8 bytes and
+    how long ago that was, in seconds (float32, little-endian); ``serial``: of the last of them,
+    below the newest where there are more than one report holds.
+    """
+
+    epoch: Digest
+    fleet: Digest
+    state: Text
+    version: Count
+    calls: Count
+    running: Count
+    waiting: Count
+    kv_usage: Annotated[float, Meta(ge=0, le=1)]
+    serial: Count = 0
+    beginnings: Annotated[bytes, Meta(max_length=MAX_REPORT)] = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskRoutes:
+    """A front that routes only asks the coordinating one for its members.
+
+    ``seen``: the serial of the last answer, 0 for none; as long as there is nothing newer, the
+    answer may take ``wait`` seconds.
+    """
+
+    seen: Count = 0
+    wait: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One member, as its coordinator knows it.
+
+    ``address``, ``token``, ``tls_ca`` and ``tls_server_name``: how it is reached, as ``SendTo``'s.
+    ``serves``: calls may go there. ``life``: the epoch of its engine, which it was heard of in.
+    ``status`` and ``why``: for people. The others are its last ``Standing``'s.
+    """
+
+    name: Text
+    address: Text
+    token: Text = ""
+    tls_ca: Annotated[str, Meta(max_length=MAX_AUTHORITIES)] = ""
+    tls_server_name: Text = ""
+    serves: bool
+    life: Digest | None = None
+    status: Text = ""
+    why: Text = ""
+    state: Text | None = None
+    version: Count | None = None
+    running: Count | None = None
+    waiting: Count | None = None
+    kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """Who is in a fleet, what is live there, and what its members are held in.
+
+    ``serial`` grows with all that decides where a call may go. ``fleet``, ``fence``, ``epoch`` and
+    ``version``: its coordinator's promise, ``adapters`` the versions in it. ``lease``: seconds of a
+    grant. ``asleep``: the tags that were given up.
+    """
+
+    serial: Count
+    fleet: Digest
+    fence: Count
+    epoch: Digest
+    version: Count
+    lease: Seconds
+    paused: bool = False
+    asleep: Many[Text] = ()
+    adapters: Table[Count] = field(default_factory=dict)
+    members: Many[Route] = ()
