@@ -3,14 +3,15 @@
     python benchmarks/soak_fleet.py [--seconds 600] [--seed 0] [--members 3] [--clients 4]
 
 Runs a front and its engines, each a process of its own and reached through a proxy, with a record
-on a small disk of its own, streaming clients at the front, and one who asks each engine at its own
-address. Round after round a fault or two (process_faults.py) befall them, of random length, at a
-random phase: at rest, while a trainer's update is staged, when an engine is prepared, when the
-decision is written, when an engine has committed. Then: the update has ended within its deadline;
-all serve again; what was acknowledged is live, or what an update brought whose answer was lost, and
-in the fleet's epoch; the weights of front and engines are those; an update goes through. Each token
-has the logprob that the weights of its version give it (rescore.py); none is of a version below
-what was acknowledged when it was asked for. A client's call fails only where the front does.
+on a small disk of its own, clients at the front, half of whose calls are streamed, and one who
+asks each engine at its own address. Round after round a fault or two (process_faults.py) befall
+them, of random length, at a random phase: at rest, while a trainer's update is staged, when an
+engine is prepared, when the decision is written, when an engine has committed. Then: the update has
+ended within its deadline; all serve again; what was acknowledged is live, or what an update brought
+whose answer was lost, and in the fleet's epoch; the weights of front and engines are those; an
+update goes through. Each token has the logprob that the weights of its version give it
+(rescore.py); none is of a version below what was acknowledged when it was asked for. A client's
+call fails only where the front does.
 Prints one JSON object; status 1 if anything was violated.
 """
 
@@ -105,7 +106,7 @@ class FleetSoak:
         self.client = Rollout.connect(self.front.address, timeout=20.0)
         self.epoch = self.client.weight_info().epoch
         self.update("at rest", [])
-        threads = [threading.Thread(target=self.stream, args=(n,)) for n in range(clients)]
+        threads = [threading.Thread(target=self.sample, args=(n,)) for n in range(clients)]
         threads += [threading.Thread(target=self.ask, args=(m,)) for m in self.members]
         for thread in threads:
             thread.start()
@@ -297,7 +298,7 @@ class FleetSoak:
 
     # ---- who samples ----
 
-    def stream(self, number: int) -> None:
+    def sample(self, number: int) -> None:
         draw = random.Random(f"{self.seed}/{number}")
         while not self.over.is_set():
             prompt = [*range(40, 60), *draw.choices(range(3, 300), k=6)]
@@ -307,9 +308,17 @@ class FleetSoak:
             floor, outages, last, again = self.acknowledged, self.outages, None, False
             excused = self.front_fails.is_set()
             try:
-                for output in self.client.stream(prompt, params):
-                    again |= last is not None and not goes_on(last.outputs[0], output.outputs[0])
-                    last = output
+                if draw.random() < 0.5:
+                    [last] = self.client.generate([prompt], params)
+                    self.counts["unstreamed"] += 1
+                    told = last.outputs[0]  # its first token's KV is not of who gave it
+                    again = told.kv_spans[0].version != told.weight_versions[0].version
+                else:
+                    for output in self.client.stream(prompt, params):
+                        again |= last is not None and not goes_on(
+                            last.outputs[0], output.outputs[0]
+                        )
+                        last = output
             except RolloutError as error:
                 if excused or self.front_fails.is_set() or outages != self.outages:
                     self.counts["refused"] += 1

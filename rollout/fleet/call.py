@@ -95,15 +95,18 @@ class FleetCall:
             )  # fmt: skip
         return client.generate([self._prompt(row) for row in rows], params, ids, **said)
 
-    def forget(self, epoch: int, version: int) -> None:
-        """Of what is not streamed have rows begin anew that cannot go on as they are once this
-        version is live: those of another epoch, and those that finish on the version they began
-        with.
+    def forget(self, epoch: int, version: int, parted: int) -> None:
+        """Of what is not streamed have rows begin anew whose tokens may not stand beside those of
+        the live ``version``: of another epoch; of an older version, where the row is pinned; of one
+        below ``parted``, whose update let nothing go on from an older one.
         """
         for row in () if self.stream else list(self.begun):
             output = self.begun[row]
             versions = {s.version for one in output.outputs for s in one.weight_versions}
-            if output.epoch != epoch or (self.params[row].pin and versions != {version}):
+            is_old = any(one < parted for one in versions)
+            if self.params[row].pin:
+                is_old = versions != {version}
+            if is_old or output.epoch != epoch:
                 del self.begun[row]
 
     def delivered(self, row: int, output: RequestOutput, epoch: int) -> RequestOutput:

@@ -149,7 +149,7 @@ class Calls:
                     if not await self._somebody(until, lost):
                         raise
                     refused.clear()
-                call.forget(self._fleet.epoch, self._fleet.version)
+                call.forget(self._fleet.epoch, self._fleet.version, self._fleet.parted)
                 begun = [row for row in again if row in call.begun]
                 for part in (begun, [row for row in again if row not in call.begun]):
                     todo += self._shares(call, part, refused | lost.names()).items()

@@ -215,6 +215,8 @@ class FleetChannel:
             if self._seal is None:
                 raise VersionConflict("commit before seal")
             parts = self._parts.values()
+            if request.in_flight in ("abort", "pin"):
+                self.fleet.parted = request.version or 0
             self._receipt = self._of.commit(
                 request.transport,
                 front_sent_bytes={**self._sent, **{part.name: part.sent for part in parts}},

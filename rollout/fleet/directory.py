@@ -19,9 +19,11 @@ log = logging.getLogger(__name__)
 class Directory(ABC):
     """The members of one fleet: its coordinator's own (``Fleet``), or what that one has told
     (``RoutedFleet``). Thread-safe. ``lease``: seconds for which a member that hears nothing serves.
+    ``parted``: a version that no request has gone on to from an older one.
     """
 
     lease: float
+    parted: int
 
     @property
     @abstractmethod

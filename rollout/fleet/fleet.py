@@ -81,6 +81,7 @@ class Fleet(Directory):
         self._updating = ThreadPoolExecutor(THREADS, "rollout-fleet-update")
         self._closing = threading.Event()
         self._commits = 0  # of which an answer is due
+        self.parted = 0
         self._ticker = threading.Thread(target=self._tick, name="rollout-fleet-tick", daemon=True)
         self._ticker.start()
 

@@ -38,7 +38,7 @@ class RoutedFleet(Directory):
     """
 
     def __init__(self, coordinator: RolloutClient, shown: ServerTls | None = None) -> None:
-        self.lease = 2.0  # until it is told
+        self.lease, self.parted = 2.0, 0  # until it is told
         self.coordinator, self._shown = coordinator, shown
         self._told: Routes | None = None
         self._routes: dict[str, Route] = {}
@@ -221,6 +221,7 @@ class RoutedFleet(Directory):
                 return  # it was overtaken, or is of one that another has replaced
             self._heard, self._problem = time.monotonic(), None
             self._told, self.lease = told, told.lease
+            self.parted = told.version  # how its update went was not told: it may be one
             before, self._routes = self._routes, {route.name: route for route in told.members}
             for name in before.keys() | self._routes.keys():
                 self._connect(name, before.get(name))

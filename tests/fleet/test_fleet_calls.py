@@ -142,15 +142,17 @@ def test_callers_of_what_is_not_streamed_get_whole_outputs_alone():
 def test_what_may_not_mix_versions_begins_anew():
     client = Asked()
     told = replace(output(finished=False), outputs=[sample(65, version=3)])
-    for params, epoch, version, goes_on in (
-        (LONG, 1, 4, True),
-        ({**LONG, "pin": True}, 1, 3, True),
-        ({**LONG, "pin": True}, 1, 4, False),
-        (LONG, 2, 3, False),
+    for params, live, goes_on in (
+        (LONG, (1, 4, 0), True),
+        (LONG, (1, 4, 3), True),
+        (LONG, (1, 5, 4), False),
+        ({**LONG, "pin": True}, (1, 3, 0), True),
+        ({**LONG, "pin": True}, (1, 4, 0), False),
+        (LONG, (2, 3, 0), False),
     ):
         made = unstreamed(params)
         made.delivered(0, told, 1)
-        made.forget(epoch, version)
+        made.forget(*live)
         made.outputs(client, [0])
         [prompt] = client.prompts
         assert isinstance(prompt, ContinuedPrompt) == goes_on
@@ -222,7 +224,7 @@ def test_a_call_that_waits_for_its_member_is_ended_with_an_error_and_cancelled_a
 class OneMember:
     """A fleet of one that is out of service, or of another life, when its test says so."""
 
-    epoch, version = 1, 0
+    epoch, version, parted = 1, 0, 0
     fleet_id = 0
     closed = False
 

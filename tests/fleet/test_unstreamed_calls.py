@@ -100,9 +100,10 @@ def test_a_call_goes_on_elsewhere_behind_what_the_front_was_told(
         assert one.cumulative_logprob == want.cumulative_logprob
 
 
-def test_what_finishes_on_its_version_begins_anew_where_that_is_gone(front, engines, trained):
-    """One call's samples never have two versions because their member was lost."""
-    params = {**LONG, "temperature": 0.0, "pin": True}
+@pytest.mark.parametrize("asks", ["request", pytest.param("update", marks=pytest.mark.more)])
+def test_what_finishes_on_its_version_begins_anew_where_that_is_gone(front, engines, trained, asks):
+    """No sample has two versions because its member was lost."""
+    params = {**LONG, "temperature": 0.0, "pin": asks == "request"}
     with ThreadPoolExecutor(1) as pool:
 
         def begin():
@@ -115,7 +116,7 @@ def test_what_finishes_on_its_version_begins_anew_where_that_is_gone(front, engi
 
         asked = standing_still(begin, front.rollout, 1)
         lost = next(engine for engine in engines if engine.metrics().running)
-        front.rollout.update_weights(trained)
+        front.rollout.update_weights(trained, in_flight="pin" if asks == "update" else "keep")
         break_off(lost)
         eventually(lambda: resumed(front.rollout))  # once the front knows that it is gone
         [got] = asked.result(120)
