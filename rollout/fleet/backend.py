@@ -141,12 +141,13 @@ class FleetBackend(Front):
         return ("ipc", "inline") if near else ("inline",)
 
     def _with_cards(self, info: WeightInfo) -> WeightInfo:
-        """What a trainer on this host is told of the GPUs: all ranks that may map its memory."""
+        """What trainers are told of the GPUs: all ranks that may map their memory, and where."""
         links = [link for link in self.fleet.links() if link.reaches]
         if not links:
             return info
         return replace(
             info, devices=tuple(uuid for link in links for uuid in link.devices),
             reaches=tuple(sorted({uuid for link in links for uuid in link.reaches})),
+            hosts=tuple(sorted({link.host for link in links})),
             features=tuple(dict.fromkeys((*info.features, "cards"))),
         )  # fmt: skip

@@ -120,7 +120,7 @@ class FleetChannel:
         shared = CardMemory.offered(request)
         if shared is not None:
             gpu = card_of(shared)
-            if not any(gpu in link.reaches for link in self.fleet.links()):
+            if not any(gpu in link.reaches_on(shared.host) for link in self.fleet.links()):
                 raise nobody_maps(gpu)
         if request.staging == "none":
             raise ConfigError("a fleet's members have to be prepared: staging='none' cannot be")
@@ -317,7 +317,7 @@ class FleetChannel:
     def _dealt(self, shared: SharedAllocation) -> CardMemory:
         """Flags of the trainer's memory for each member that maps it."""
         links = {name: self._of.links[name] for name in self._parts}
-        reaches = {name: link.reaches for name, link in links.items()}
+        reaches = {name: link.reaches_on(shared.host) for name, link in links.items()}
         ranks = {name: len(link.devices) for name, link in links.items()}
         try:
             return CardMemory.of(shared, reaches, ranks)

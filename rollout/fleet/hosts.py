@@ -19,7 +19,6 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.transports.cuda_ipc import SharedAllocation
 from rollout.weight_sync.transports.cuda_memory import FLAGS
-from rollout.weight_sync.transports.host import host_id
 from rollout.weight_sync.transports.shared_memory import IpcReceiver, IpcSender, SharedFile
 from rollout.wire.codec import from_plain, to_plain
 
@@ -31,12 +30,9 @@ def place_of(info: WeightInfo) -> str:
 
 
 def cards_of(info: WeightInfo) -> frozenset[str]:
-    """UUIDs of the GPUs of this host whose memory a member's ranks can map beside other members'
-    ranks.
-    """
+    """UUIDs of the GPUs of its host whose memory a member's ranks can map beside other members'."""
     can = "ipc" in info.transports and {"cards", "regions"} <= set(info.features)
-    near = info.host != "" and info.host == host_id()
-    return frozenset(info.reaches if can and near and all(info.devices) else ())
+    return frozenset(info.reaches if can and info.host and all(info.devices) else ())
 
 
 @dataclass(slots=True)
@@ -176,7 +172,7 @@ def card_of(shared: SharedAllocation) -> str:
 
 def nobody_maps(gpu: str) -> ConfigError:
     return ConfigError(
-        f"no member of the fleet maps memory of the GPU {gpu}: its ranks have to be on this host "
-        "and see that GPU (CUDA_VISIBLE_DEVICES); use transport='auto', by which the bytes go with "
-        "the calls"
+        f"no member of the fleet maps memory of the GPU {gpu}: its ranks have to be on the "
+        "trainer's host and see that GPU (CUDA_VISIBLE_DEVICES); use transport='auto', by which "
+        "the bytes go with the calls"
     )

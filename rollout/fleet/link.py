@@ -41,7 +41,8 @@ class Link:
     verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
     place: str = ""  # of the memory that its ranks can map: ``place_of``
     relays: bool = False  # whether it takes bytes on to other hosts
-    devices: tuple[str, ...] = ()  # its ranks' GPUs, if those can map others of this host:
+    host: str = ""
+    devices: tuple[str, ...] = ()  # its ranks' GPUs, if those can map others of their host:
     reaches: frozenset[str] = frozenset()  # which; ``cards_of``
     _life: int = 0  # its epoch, as it was last announced
     _maps_no_card: int | None = None  # the life in which it could not, whatever it announces
@@ -115,9 +116,14 @@ class Link:
 
     def announced(self, info: WeightInfo) -> None:
         """By which ways bytes can reach it."""
-        self.place, self.relays, self._life = place_of(info), "relays" in info.features, info.epoch
+        self.place, self.relays = place_of(info), "relays" in info.features
+        self.host, self._life = info.host, info.epoch
         self.reaches = cards_of(info) if info.epoch != self._maps_no_card else frozenset()
         self.devices = info.devices if self.reaches else ()
+
+    def reaches_on(self, host: str) -> frozenset[str]:
+        """The GPUs of ``host`` whose memory its ranks can map."""
+        return self.reaches if host == self.host else frozenset()
 
     def maps_no_card(self) -> None:
         """It has tried in vain: from now on it is sent bytes, as long as it lives."""

@@ -341,7 +341,9 @@ def test_a_member_that_could_not_map_a_gpu_is_not_asked_to_again_in_its_life():
     try:
         link.announced(info)
         assert (link.reaches, link.devices) == ({GPU, OTHER}, (OTHER,))
-        for other in ({"features": ("regions",)}, {"devices": ("",)}, {"host": "another"}):
+        assert link.reaches_on(host_id()) == link.reaches
+        assert not link.reaches_on("another")
+        for other in ({"features": ("regions",)}, {"devices": ("",)}, {"host": ""}):
             link.announced(replace(info, **other))
             assert (link.reaches, link.devices) == (frozenset(), ())
         link.announced(info)

@@ -194,6 +194,8 @@ def test_ranks_that_do_not_reach_this_processs_gpu_are_reached_in_another_way(
     found = why_not(replace(_info(), reaches=(UUID,)))
     assert found is not None
     assert f"do not reach this process's GPU ({here})" in found
+    elsewhere = replace(_info(host="the front's"), hosts=("another", host_id()))
+    assert why_not(elsewhere) is None  # of a fleet that has members here
     fleet = replace(_info(), transports=("inline",))
     assert why_not(fleet) == "no rank there maps memory of a GPU of this host"
 

@@ -63,7 +63,7 @@ class WeightSyncService:
         # Bytes that go with the calls go through this port here, in a stream that survives a cut.
         offers = served(info.transports)
         if "cards" not in request.features:
-            info = replace(info, reaches=())
+            info = replace(info, reaches=(), hosts=())
         return document(replace(info, transports=offers))
 
     @answers

@@ -97,6 +97,7 @@ class WeightInfo:
     devices: Many[Text] = ()  # UUID of each rank's GPU, "" where it can share no memory
     # UUIDs of the GPUs whose memory every rank can map (of a fleet: each rank of some member).
     reaches: Many[Text] = field(default=(), metadata=ADDED)
+    hosts: Many[Text] = field(default=(), metadata=ADDED)  # of a fleet: of members with ``reaches``
     prepared: Text = field(default="", metadata=ADDED)  # the update that waits for a decision
     fence: Count = field(default=0, metadata=ADDED)  # the highest fencing epoch that was seen
     # Those that an update may have tensors of.

@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 def why_not(info: WeightInfo) -> str | None:
     """Why this process cannot share GPU memory with the engine's ranks; None where it can."""
-    if not info.host or info.host != host_id():
+    if host_id() not in {info.host, *info.hosts} - {""}:
         return "the engine is on another host"
     if "ipc" not in info.transports:
         return "no rank there maps memory of a GPU of this host"
@@ -110,6 +110,7 @@ class SharedAllocation:
 
     ``flags``: how many ranks have one that the sender looks at, over all engines; 0: those of one
     engine, says a sender that knows of no others. ``first``: the flag of the engine's rank 0.
+    ``host``: the sender's, for a front elsewhere.
     """
 
     handle: Text
@@ -117,6 +118,7 @@ class SharedAllocation:
     half: Positive
     flags: Count = field(default=0, metadata=ADDED)
     first: Count = field(default=0, metadata=ADDED)
+    host: Text = field(default="", metadata=ADDED)
 
     @property
     def size(self) -> int:
@@ -185,10 +187,10 @@ class CudaIpcSender(Sender):
         self.buffers = whole[FLAGS : FLAGS + half], whole[FLAGS + half :]
         self._secret = secret
         packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
-        flags = self._ranks if deals else 0
-        self.offer = to_plain(
-            SharedAllocation(handle=packed, secret=secret, half=half, flags=flags)
-        )
+        shared = SharedAllocation(handle=packed, secret=secret, half=half)
+        if deals:
+            shared = replace(shared, flags=self._ranks, host=host_id())
+        self.offer = to_plain(shared)
         torch.cuda.current_stream(self._device).synchronize()
 
     def accepted(self, begun: Begun) -> None:
