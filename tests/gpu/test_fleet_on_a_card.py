@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 from card_engines import card_engine
-from fleet.fleet_front import Front
 from shared_engines import eventually
 
 from rollout import Rollout
 from rollout.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fleet"))
+
+from fleet_front import Front
 
 HERE = Path(__file__).parent
 WAIT = 120.0  # seconds: for hangs
