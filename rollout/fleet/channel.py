@@ -67,6 +67,7 @@ class FleetChannel:
         self._seal: Seal | None = None
         self._closed = self._aborted = False
         self._waiting = 0  # the oldest bucket that may still be under way
+        self._one = threading.RLock()  # at a time, where trainer ranks have a stream each
 
     def begin(self, request: UpdateRequest) -> Begun:
         if self._begun is not None and request == self._asked:
@@ -151,8 +152,11 @@ class FleetChannel:
         return None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
-        if self._replays is not None:
-            return
+        if self._replays is None:
+            with self._one:
+                self._bucket(header, payload)
+
+    def _bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         while header.index - self._waiting >= AHEAD and self._request is not None:
             self.wait(self._waiting, self._request.timeout)
 
@@ -168,8 +172,11 @@ class FleetChannel:
         )
 
     def wait(self, index: int, timeout: float) -> None:
-        if self._replays is not None:
-            return
+        if self._replays is None:
+            with self._one:
+                self._wait(index, timeout)
+
+    def _wait(self, index: int, timeout: float) -> None:
         # Where it will lie in another member's memory, that one has to have it first.
         second = {part.name for part in self._parts.values() if part.maps in self._parts}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -150,6 +151,7 @@ class PassedOnChannel:
 
     def __init__(self, channel: WeightChannel, fleet: RoutedFleet) -> None:
         self._channel, self._fleet = channel, fleet
+        self._turn = threading.Lock()  # of the streams here: the one that goes on answers in order
 
     def begin(self, request: UpdateRequest) -> Begun:
         if "senders" in request.offer:  # all of them have their streams here, and one goes on
@@ -160,10 +162,12 @@ class PassedOnChannel:
         return None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
-        self._channel.bucket(header, payload)
+        with self._turn:
+            self._channel.bucket(header, payload)
 
     def wait(self, index: int, timeout: float) -> None:
-        self._channel.wait(index, timeout)
+        with self._turn:
+            self._channel.wait(index, timeout)
 
     def seal(self, seal: Seal) -> None:
         self._channel.seal(seal)

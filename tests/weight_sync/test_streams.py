@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 import pytest
 from proxies import Proxy
@@ -10,8 +11,13 @@ from tiny_models import write_tiny
 from trainer import nudged
 from trainer_ranks import CountedGathers, DeltaTrainerRanks
 
-from rollout import Rollout
+from rollout import AsyncRollout, Rollout
 from rollout.errors import TransferFailed
+from rollout.fleet.backend import FleetBackend
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.record import Record
+from rollout.fleet.routed_fleet import RoutedFleet
+from rollout.fleet.routing_front import RoutingFront
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.transports.inline import GrpcStream
@@ -141,3 +147,34 @@ def test_a_stream_joins_by_the_secret_and_once(engine, weights) -> None:
     for part in (lane, channel, client):
         part.close()
     assert engine.weight_info().state == "idle"
+
+
+@pytest.mark.parametrize(
+    "by", ["that coordinates", pytest.param("that routes only", marks=pytest.mark.more)]
+)
+def test_every_rank_sends_its_part_to_a_front_of_a_fleet(weights, tmp_path, by) -> None:
+    """Streams are the ranks' own up to there, and take turns behind it."""
+    write_tiny(tmp_path / "tiny")
+    with ExitStack() as stack:
+        members = [
+            stack.enter_context(Rollout(str(tmp_path / "tiny"), dtype="float32", **ENGINE))
+            for _ in range(2)
+        ]
+        fleet = Fleet(Record(tmp_path / "record", 2.5), lease=2.5)
+        for member in members:
+            fleet.add(member.address)
+        front = Rollout.over(lambda: AsyncRollout.over(FleetBackend(fleet)))
+        stack.callback(front.shutdown)
+        fleet.wait_serving(2, 60.0)
+        if by == "that routes only":
+            of = RoutedFleet(RolloutClient(front.address))
+            front = Rollout.over(lambda: AsyncRollout.over(RoutingFront(of)))
+            stack.callback(front.shutdown)
+        ranks, sent = DeltaTrainerRanks(members[0], 3), weights
+        with Service(front.address, 3) as service:
+            for _ in range(2):
+                receipt = send(ranks, sent, service, encoding="full")
+                assert set(receipt.details["members"].values()) == {"committed"}
+                assert len(receipt.details["sent_bytes"].split(",")) == 3
+                assert all(member.check_weights(sent).equal for member in members)
+                sent = nudged(sent, 0.01)
