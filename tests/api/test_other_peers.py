@@ -28,7 +28,7 @@ from rollout.rpc.services import (
 from rollout.rpc.status import error_from_rpc
 from rollout.weight_sync.protocol.messages import Seal, UpdateRequest, WeightInfo
 from rollout.wire.codec import from_json, from_plain, to_json, to_plain
-from rollout.wire.version import PROTOCOL, PROTOCOL_KEY, SOFTWARE_KEY
+from rollout.wire.version import FEATURES, PROTOCOL, PROTOCOL_KEY, SOFTWARE_KEY
 
 OTHER = PROTOCOL + 1
 
@@ -155,6 +155,12 @@ def test_what_a_noun_got_later_does_not_travel_until_it_is_used(engine):
     assert from_json(Seal, to_json(used)) == used
     with pytest.raises(TransferFailed, match="unknown fields: 'later'"):
         from_plain(Seal, {**seal, "later": 1})
+
+
+def test_features_are_words():
+    """A name in brackets, without a comma, would be a feature for each of its letters."""
+    assert all(len(feature) > 1 for feature in FEATURES)
+    assert len(set(FEATURES)) == len(FEATURES)
 
 
 def test_a_trainer_is_told_of_the_gpus_that_ranks_reach_if_it_knows_the_word(engine, monkeypatch):
