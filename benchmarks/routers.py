@@ -1,6 +1,6 @@
-"""Conversations over several engines: by a fleet's front, in turn, and by routers from PyPI.
+"""Conversations over several engines: by a fleet's fronts, in turn, and by routers from PyPI.
 
-    python benchmarks/routers.py CHECKPOINT [--engines 2] [--rounds 5] \\
+    python benchmarks/routers.py CHECKPOINT [--engines 2] [--rounds 5] [--fronts 2] \\
         [--sglang-router PYTHON] [--vllm-router PYTHON] [--policies cache_aware,round_robin]
 
 Each ``PYTHON`` is the interpreter of an environment of that router's own, as of
@@ -43,12 +43,17 @@ def main() -> None:
         engines = [f"http://{http}" for http, *_ in started]
         record = stack.enter_context(tempfile.TemporaryDirectory())
         members = itertools.chain(*(("--engine", grpc) for _, grpc, _ in started))
-        front = stack.enter_context(service("fleet", *members, "--record", record))[0]
-        turns = itertools.cycle(engines)
+        first = stack.enter_context(service("fleet", *members, "--record", record))
+        more = ("fleet", "--coordinator", first[1])
+        fronts = [first[0]]
+        fronts += [stack.enter_context(service(*more))[0] for _ in range(args.fronts - 1)]
+        turns, of_fronts = itertools.cycle(engines), itertools.cycle(fronts)
         routes: dict[str, Callable[[], str]] = {
-            "rollout": lambda: f"http://{front}",
+            "rollout": lambda: f"http://{fronts[0]}",
             "round robin": lambda: next(turns),
         }
+        if len(fronts) > 1:  # each request through the next of them
+            routes[f"rollout, {len(fronts)} fronts"] = lambda: f"http://{next(of_fronts)}"
         for module in ROUTERS:
             python = getattr(args, module)
             for policy in args.policies.split(",") if python else ():
@@ -65,6 +70,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("checkpoint")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--fronts", type=int, default=1, help="of the fleet, of which one coordinates"
+    )
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=32)

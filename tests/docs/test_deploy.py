@@ -114,7 +114,7 @@ def test_pods_have_an_account_without_rights_and_without_its_token() -> None:
     assert all(account["automountServiceAccountToken"] is False for account in accounts)
     names = {account["metadata"]["name"] for account in accounts}
     pods = [t["spec"] for _, d in documents() for t in pod_templates(d)]
-    assert len(pods) == 4
+    assert len(pods) == 5
     for pod in pods:
         assert pod["serviceAccountName"] in names
         assert pod["automountServiceAccountToken"] is False
@@ -149,7 +149,7 @@ def test_the_fleet_on_ray_is_started_with_flags_that_there_are() -> None:
 def test_containers_are_started_with_flags_that_there_are() -> None:
     parser, found = make_parser(), 0
     for where, document in documents():
-        if document["kind"] != "StatefulSet":
+        if document["kind"] not in ("StatefulSet", "Deployment"):
             continue
         for container in document["spec"]["template"]["spec"]["containers"]:
             args = parser.parse_known(container["args"])
@@ -162,7 +162,7 @@ def test_containers_are_started_with_flags_that_there_are() -> None:
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             assert ports == {"http": args.port, "grpc": args.grpc_port}
             found += 1
-    assert found == 2
+    assert found == 3
 
 
 def test_engines_with_tls_and_their_front_are_started_with_flags_that_there_are() -> None:
@@ -230,8 +230,9 @@ def test_the_image_installs_what_it_copies() -> None:
 def with_component(folder: Path, base: str, component: str) -> list[dict[str, Any]]:
     """What an overlay of ``base`` with that component comes to."""
     shutil.copytree(KUBERNETES, folder / "k")
-    for file in ("tls.crt", "tls.key"):
-        (folder / "k" / "fleet" / file).write_text("a certificate")
+    for file in ("tls.crt", "tls.key", "ca.crt"):
+        for of in ("fleet", "fleet-tls"):
+            (folder / "k" / of / file).write_text("a certificate")
     overlay = {"resources": [f"../{base}"], "components": [f"../{component}"]}
     (folder / "k" / "overlay").mkdir()
     (folder / "k" / "overlay" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
@@ -271,6 +272,31 @@ def test_the_component_has_all_engines_read_a_model_that_none_writes(
     [settings] = [d["data"] for d in found if d["kind"] == "ConfigMap"]
     assert settings["MODEL"].startswith(f"{mount['mountPath']}/")
     assert len(spec["volumes"]) == 3, "those of the engine are still there"
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+@pytest.mark.parametrize("base", ["fleet", "fleet-tls"])
+def test_the_component_adds_fronts_that_route_for_the_one_that_coordinates(
+    base: str, tmp_path: Path
+) -> None:
+    found = with_component(tmp_path, base, "fleet-routers")
+    [routers] = [d for d in found if d["kind"] == "Deployment"]
+    services = {d["metadata"]["name"]: d["spec"] for d in found if d["kind"] == "Service"}
+    labels = routers["spec"]["template"]["metadata"]["labels"]
+    assert services["rollout-routers"]["selector"] == labels
+    assert services["rollout"]["selector"] == {"app": "rollout-front"}, "is the coordinator's"
+    pod = routers["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    args = make_parser().parse_known(container["args"])
+    ports = {each["name"]: each["port"] for each in services["rollout"]["ports"]}
+    assert args.coordinator == f"rollout:{ports['grpc']}"
+    assert args.coordinator_tls_ca == "/tls/tls.crt"
+    [front] = [d for d in found if d["metadata"]["name"] == "rollout-front"]
+    of_front = front["spec"]["template"]["spec"]
+    assert pod["volumes"][0] == of_front["volumes"][0], "the certificate of the front"
+    names = {each["name"]: each["valueFrom"] for each in container["env"]}
+    assert names["ROLLOUT_COORDINATOR_TOKEN"] == names["ROLLOUT_TOKEN"]
+    assert container["image"] == of_front["containers"][0]["image"]
 
 
 def test_engines_are_spread_over_nodes_and_zones_where_that_can_be() -> None:

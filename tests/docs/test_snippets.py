@@ -173,12 +173,13 @@ NOT_RUN = {
     "it takes minutes": 4,
     "it takes half a minute": 1,
     "it needs two engines": 2,
+    "it needs a fleet": 1,
     "it needs two engines, and a router of another project": 1,
     "it needs a cluster": 9,
     "the framework's own test runs it": 4,
     "AsyncGRPOTrainer's attention kernel needs a card; tests/frameworks/trl_async_job.py runs "
     "these lines with plain torch in its place": 1,
-    "large checkpoints and minutes of measuring": 31,
+    "large checkpoints and minutes of measuring": 32,
 }
 
 

@@ -94,27 +94,6 @@ def test_sglangs_memory_routes_put_the_fleet_to_sleep_and_wake_it(engines, tmp_p
     assert asked(engines, tmp_path, ask) == (503, 200)
 
 
-def test_groups_of_trainers_are_refused_by_name(engines, tmp_path):
-    group = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1}
-    group |= {"world_size": 4}
-
-    async def ask(http, fleet):
-        told = []
-        for path, body in (
-            ("/init_weights_update_group", {**group, "backend": "gloo"}),
-            ("/begin_weight_update", {}),
-            ("/init_weight_transfer_engine", {"init_info": group}),
-            ("/start_weight_update", {}),
-        ):
-            reply = await http.post(path, json=body)
-            assert reply.status_code == 400, reply.text
-            told.append(reply.text)
-        return told
-
-    for text in asked(engines, tmp_path, ask):
-        assert "a fleet's members come and go" in text
-
-
 def test_a_group_of_a_trainer_and_ranks_is_refused_with_what_to_use(front, trained):
     front.fleet.wait_serving(3, 30.0)
     for transport in ("broadcast", "p2p"):
