@@ -56,8 +56,9 @@ REPLICAS: tuple[Row, ...] = (
 FLEET: tuple[Row, ...] = (
     ("--replicas", "N", None, "engines of MODEL on the Ray cluster, spread over its nodes"),
     *REPLICAS[1:],
-    ("--record", "DIR", None, "of --engine: where the fleet's promises are kept, on a local disk "
-     "(default: .rollout-fleet)"),
+    ("--record", "DIR", None, "where the fleet's promises are kept, on a local disk (default with "
+     "--engine: .rollout-fleet). With --ray engines then outlive a front that is killed, for 10 "
+     "minutes, and the next with this DIR takes them over"),
     ("--engine-token", "TOKEN", None, "control token of the engines at --engine (default: "
      "ROLLOUT_ENGINE_TOKEN)"),
     ("--engine-tls-ca", "PEM", None,
@@ -134,7 +135,8 @@ async def serving_on_ray(
     count = args.replicas or 1
     enough = args.quorum or min(2, count)
     tls = client_tls(args, "engine_tls")
-    async with _serving(launcher, count, config, at, args, enough=enough, tls=tls) as up:
+    keep = None if args.record is None else launcher.take_over
+    async with _serving(launcher, count, config, at, args, enough=enough, tls=tls, keep=keep) as up:
         yield up
 
 
@@ -148,8 +150,12 @@ async def _serving(
     *,
     enough: int | None = None,
     tls: ClientTls | None = None,
+    keep: Callable[[str, int], Sequence[str]] | None = None,
 ) -> AsyncIterator[Up]:
-    """``count`` engines of ``launcher``; of the first ``enough`` are waited for."""
+    """``count`` engines of ``launcher``; of the first ``enough`` are waited for. ``keep``: of
+    engines that may outlive this process, with the record and the most that there may be; it names
+    those that have.
+    """
     from rollout.fleet.backend import FleetBackend
     from rollout.fleet.engine_process import START_LIMIT
     from rollout.fleet.replicas import Replicas
@@ -160,12 +166,18 @@ async def _serving(
         raise ConfigError(
             f"--min-replicas {least} is below --quorum {needed}: no update could commit"
         )
-    # All members end with this process: what it has promised dies with them.
-    with tempfile.TemporaryDirectory(prefix="rollout-fleet-") as record:
+    with contextlib.ExitStack() as stack:
+        if keep is None:  # all members end with this process: what it has promised dies with them
+            record = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-fleet-"))
+        else:
+            record = args.record
         fleet = _fleet(record, args, tls)
+        found: Sequence[str] = ()
+        if keep is not None:
+            found = await asyncio.to_thread(keep, record, args.max_replicas or count)
         replicas = Replicas(
             fleet, launcher, count, least=least, most=args.max_replicas, enough=enough,
-            start_timeout=START_LIMIT if enough is None else config.start_timeout,
+            start_timeout=START_LIMIT if enough is None else config.start_timeout, found=found,
         )  # fmt: skip
         backend = FleetBackend(
             fleet, weight_dirs=config.weight_dirs, start_timeout=config.start_timeout,
@@ -307,10 +319,10 @@ def _serve_on_ray(args: argparse.Namespace) -> int:
         raise ConfigError(f"--executor {config.executor}: --ray goes with auto or ray")
     if args.replicas is not None and args.replicas < 1:
         raise ConfigError("--replicas must be 1 or more")
-    if args.record is not None or args.engine_token is not None:
+    if args.engine_token is not None:
         raise ConfigError(
-            "--record and --engine-token are of engines that run already (--engine); those that "
-            "--ray starts end with the front, and get a token of their own"
+            "--engine-token is of engines that run already (--engine); those that --ray starts get "
+            "a token of their own"
         )
     at = listening_of(args)
     check_slots(at, config)

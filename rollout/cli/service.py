@@ -164,8 +164,11 @@ async def run_service(args: argparse.Namespace, service: AbstractAsyncContextMan
         at_once.set()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+    def heed() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+
+    heed()
     if args.exit_with_stdin:
         _when_input_ends(loop, on_end_of_input)
 
@@ -179,6 +182,7 @@ async def run_service(args: argparse.Namespace, service: AbstractAsyncContextMan
                 gc.collect()
                 gc.freeze()  # what is loaded stays: looking through it held up everything for 0.1 s
                 gc.set_threshold(YOUNG)
+                heed()  # again: Ray ends the process at SIGTERM once it is connected
                 print(f"ready http={up.http} grpc={up.grpc}", file=line_to, flush=True)
                 ready.set()
                 status = await _until(stop, up.died)

@@ -5,7 +5,8 @@
              +------------------- gRPC, with a token (TLS) ----------------+
 
 A placement group that waits for room is what Ray's autoscaler adds nodes for; it is given back with
-its engine. All of it ends with the front.
+its engine. All of it ends with the front; where the fleet is kept (``take_over``), with one that
+ends in order, while of one that is killed the next finds all, or each ends when none has come.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ from rollout.engine.executors.ray import (
 from rollout.engine.executors.ray_autoscaler import autoscaler
 from rollout.errors import ConfigError, EngineClosed, RolloutError, WorkerDied
 from rollout.fleet.engine_process import END_WAIT, EngineProcess
+from rollout.fleet.ray_kept import Kept, Survivor
 from rollout.fleet.replicas import End
 
+_CHECK = 0.2  # seconds between looks at a process of this machine
 _LOOK = 0.5  # seconds between looks at what has become of something
-_CALLS = 4  # of one actor, at a time
+_CALLS = 8  # of one actor, at a time; those of a front that was killed may not have ended
+_VISIT = 10.0  # seconds after which a front looks in on an actor again
+ORPHANED = 600.0  # seconds without a front, after which an engine of a kept fleet ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +87,38 @@ class RayLauncher:
         self._drained: dict[str, float] = {}
         self._looked = float("-inf")
         self._one_had_room = False
+        self.kept: Kept | None = None
+        self._survivors: dict[str, Survivor] = {}
         self._lock = threading.Lock()
 
+    def take_over(self, record: str, most: int) -> list[str]:
+        """Have engines outlive a front that is killed: the next one with this ``record``, which it
+        holds, calls this and launches those first that it is told the names of.
+
+        Those beyond ``most`` end. ``ConfigError`` where they were started with other words.
+        """
+        self.kept = kept = Kept.of(record)
+        self._token = kept.token
+        found = kept.survivors(self._ray)
+        for each in found:
+            if [*each.words[: len(self._words)]] != self._words:
+                raise ConfigError(
+                    f"engines of the fleet of {record} run still, and were started with other "
+                    f"words ({' '.join(each.words)}): start the front as it was, or end it by "
+                    f"SIGTERM first; without a front they end within {ORPHANED:g} s"
+                )
+        for each in sorted(found, key=lambda each: (len(each.name), each.name)):
+            if each.name not in self._survivors and len(self._survivors) < most:
+                self._survivors[each.name] = each
+            else:
+                self._adopted(each).end()
+        return [*self._survivors]
+
     def launch(self, name: str) -> RayReplica:
-        ray, group = self._ray, f"rollout-{secrets.token_hex(8)}-{name}"
+        if (found := self._survivors.pop(name, None)) is not None:
+            return self._adopted(found)
+        ray, kept = self._ray, self.kept
+        group = f"rollout-{secrets.token_hex(8)}-{name}" if kept is None else kept.group(name)
         words = [*self._words]
         if self._journal is not None:
             words += ["--journal", str(self._journal / name)]
@@ -93,7 +126,8 @@ class RayLauncher:
             address = ray.get_runtime_context().gcs_address
             words += ["--executor", "ray", "--ray-address", address, "--ray-placement-group", group]
         placement = ray.util.placement_group(
-            self.ask.bundles, name=group, **({"strategy": "PACK"} if self.ask.spans else {
+            self.ask.bundles, name=group, lifetime=None if kept is None else "detached",
+            **({"strategy": "PACK"} if self.ask.spans else {
                 "strategy": "STRICT_PACK", "_soft_target_node_id": self._target(),
             })
         )  # fmt: skip
@@ -147,6 +181,9 @@ class RayLauncher:
 
     # ---- helpers ----
 
+    def _adopted(self, one: Survivor) -> RayReplica:
+        return RayReplica(self, one.name, one.words, self._token, one.placement, one.actor)
+
     def _target(self) -> str | None:
         """The node with the fewest of our engines among those that could have one more."""
         alive = [node for node in self._ray.nodes() if node["Alive"] and self._fits(node)]
@@ -163,15 +200,21 @@ class RayLauncher:
 
 
 class RayReplica:
-    """One such engine, from the time that it is asked for."""
+    """One such engine, from the time that it is asked for. ``actor``: where it runs already."""
 
     def __init__(
-        self, launcher: RayLauncher, name: str, words: Sequence[str], token: str, placement: Any
+        self,
+        launcher: RayLauncher,
+        name: str,
+        words: Sequence[str],
+        token: str,
+        placement: Any,
+        actor: Any = None,
     ) -> None:
         self.token, self.waits_for = token, ""
         self._launcher, self._ray, self._name = launcher, launcher._ray, name
         self._words, self._placement = words, placement
-        self._actor: Any = None
+        self._actor = actor
         self._node = ""
         self._lock = threading.Lock()
         self._over = False
@@ -185,6 +228,11 @@ class RayReplica:
                 raise ConfigError(f"{self._name} would never start: {self.waits_for}")
             self._pause()
         self.waits_for, self._node = "", self._launcher.placed(self._name, self._placement)
+        if self._launcher.kept is not None:
+            visits = threading.Thread(target=self._visit, name=f"{self._name}-visits", daemon=True)
+            visits.start()
+        if self._actor is not None:
+            return str(self._got(self._actor.ready.remote()))
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._placement, placement_group_bundle_index=0
         )
@@ -195,21 +243,27 @@ class RayReplica:
             self._actor = ray.remote(MemberActor).options(
                 num_cpus=takes.get("CPU", 0), num_gpus=takes.get("GPU", 0), max_restarts=0,
                 max_concurrency=_CALLS, scheduling_strategy=strategy,
-                runtime_env={"env_vars": passed_on()},
-            ).remote(self._name, self._words, self.token, os.getcwd())  # fmt: skip
+                runtime_env={"env_vars": passed_on()}, **self._detached(),
+            ).remote(
+                self._name, self._words, self.token, os.getcwd(), self._placement,
+                None if self._launcher.kept is None else ORPHANED,
+            )  # fmt: skip
             waiting = self._actor.ready.remote()
         return str(self._got(waiting))
 
     def wait(self) -> End:
-        waiting = self._actor.wait.remote()
-        while not self._ray.wait([waiting], timeout=2 * _LOOK)[0]:
-            notice = self._launcher.notice(self._node)
-            if notice is not None:
-                return End(why="its node is about to leave the cluster", notice=notice)
-        try:
-            return End(why=f"its process has ended with status {self._ray.get(waiting)}")
-        except self._ray.exceptions.RayError as error:
-            return End(why=_lost(error))
+        ray = self._ray
+        while True:
+            waiting = self._actor.wait.remote(_VISIT)
+            while not ray.wait([waiting], timeout=2 * _LOOK)[0]:
+                notice = self._launcher.notice(self._node)
+                if notice is not None:
+                    return End(why="its node is about to leave the cluster", notice=notice)
+            try:
+                if (status := ray.get(waiting)) is not None:
+                    return End(why=f"its process has ended with status {status}")
+            except ray.exceptions.RayError as error:
+                return End(why=_lost(error))
 
     def end(self) -> None:
         with self._lock:
@@ -238,6 +292,21 @@ class RayReplica:
         except ray.exceptions.RayError as error:
             raise WorkerDied(f"{self._name} ended while it started: {_lost(error)}") from error
 
+    def _visit(self) -> None:
+        """It would end without a front: also while it starts, and while it leaves."""
+        with suppress(Exception):  # the cluster is gone
+            while not self._over:
+                if self._actor is not None:
+                    self._actor.wait.remote(0.0)
+                time.sleep(_VISIT)
+
+    def _detached(self) -> dict[str, Any]:
+        """Of the actor's options."""
+        if self._launcher.kept is None:
+            return {}
+        group = self._ray.util.placement_group_table(self._placement)["name"]
+        return {"name": group, "namespace": executor.NAMESPACE, "lifetime": "detached"}
+
     def _pause(self, seconds: float = _LOOK) -> None:
         if self._over:
             raise EngineClosed(f"{self._name} was ended while it started")
@@ -245,25 +314,65 @@ class RayReplica:
 
 
 class MemberActor:
-    """What Ray starts on a node: ``rollout serve WORDS``, which listens at the node's address."""
+    """What Ray starts on a node: ``rollout serve WORDS``, which listens at the node's address.
 
-    def __init__(self, name: str, words: Sequence[str], token: str, directory: str) -> None:
+    ``orphaned``: seconds without a call of ``wait`` after which it ends, and with it its
+    ``placement``; None: it ends with the front.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        words: Sequence[str],
+        token: str,
+        directory: str,
+        placement: Any,
+        orphaned: float | None,
+    ) -> None:
         import ray
 
         if os.path.isdir(directory):
             os.chdir(directory)  # relative paths mean what they mean where the front runs
         host = str(ray.util.get_node_ip_address())
         settings = {"ROLLOUT_TOKEN": token, **hub_tokens()}
+        self._words, self._placement = [*words], placement
+        self._visited = time.monotonic()
+        self._address, self._starting = "", threading.Lock()
         self._process = EngineProcess(name, words, settings, host)
+        if orphaned is not None:
+            threading.Thread(target=self._watch, args=(orphaned,), daemon=True).start()
+
+    def about(self) -> tuple[Sequence[str], Any]:
+        """The words and the placement group."""
+        self._visited = time.monotonic()
+        return self._words, self._placement
 
     def ready(self) -> str:
-        return self._process.ready()
+        with self._starting:  # the next front asks, too
+            self._address = self._address or self._process.ready()
+        return self._address
 
-    def wait(self) -> int:
-        return self._process.wait()
+    def wait(self, seconds: float) -> int | None:
+        """The status with which it has ended within ``seconds``."""
+        until = time.monotonic() + seconds
+        while True:
+            self._visited = time.monotonic()
+            if (status := self._process.ended()) is not None or time.monotonic() >= until:
+                return status
+            time.sleep(_CHECK)
 
     def end(self) -> None:
         self._process.end()
+
+    def _watch(self, orphaned: float) -> None:
+        import ray
+
+        while time.monotonic() - self._visited < orphaned:
+            time.sleep(_CHECK)
+        self._process.end()
+        ray.util.remove_placement_group(self._placement)  # and this actor with it
+        time.sleep(END_WAIT)
+        os._exit(0)
 
 
 def _draining(ray: Any) -> dict[str, float]:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,9 +77,11 @@ class Replicas:
         most: int | None = None,
         enough: int | None = None,
         start_timeout: float = START_LIMIT,
+        found: Sequence[str] = (),
     ) -> None:
         """``most``: None is ``count``. ``enough``: how many have to be ready within
-        ``start_timeout`` seconds for ``start`` to return; None is all.
+        ``start_timeout`` seconds for ``start`` to return; None is all. ``found``: names of those
+        that run already, at most ``most``; they are the first.
         """
         most = count if most is None else most
         if not 1 <= least <= count <= most:
@@ -88,10 +90,11 @@ class Replicas:
                 "between the least and the most"
             )
         self.least, self.most = least, most
-        self._fleet, self._launcher, self._first = fleet, launcher, count
+        self._fleet, self._launcher, self._first = fleet, launcher, max(count, len(found))
         self._enough = count if enough is None else min(enough, count)
         self._start_timeout = start_timeout
-        self._numbers = itertools.count()
+        self._found = [*found]
+        self._numbers = itertools.count(1 + max(map(_number, found), default=-1))
         self._wanted: dict[str, threading.Thread] = {}
         self._ended: list[threading.Thread] = []
         self._running: dict[str, Replica] = {}
@@ -212,7 +215,7 @@ class Replicas:
         return f"{len(self._ready)} of {self.count} replicas are ready, {self._needed} are needed"
 
     def _add(self) -> None:
-        name = f"{_NAMED}{next(self._numbers)}"
+        name = self._found.pop(0) if self._found else f"{_NAMED}{next(self._numbers)}"
         self._wanted[name] = self._thread(name, lambda: self._keep(name))
 
     def _spare(self, name: str, end: End) -> threading.Thread:

@@ -24,8 +24,9 @@ import ray
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 from safetensors.torch import load_file
 
-from rollout import ConfigError, DeadlineExceeded, Rollout
+from rollout import ConfigError, DeadlineExceeded, EngineConfig, Rollout
 from rollout.engine.executors import ray as executor
+from rollout.fleet import ray_launcher
 
 model, other, which = sys.argv[1:]
 LIMIT = 120.0  # seconds of each wait
@@ -35,7 +36,8 @@ UNUSED = (
     "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",
     "head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files",
 )  # fmt: skip
-FLAGS = "--device cpu --num-kv-blocks 64 --max-model-len 256 --port 0 --grpc-port 0 --quorum 1"
+SMALL = "--device cpu --num-kv-blocks 64 --max-model-len 256 --num-threads 1"
+FLAGS = f"{SMALL} --port 0 --grpc-port 0 --quorum 1"
 asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
@@ -197,6 +199,18 @@ try:
     found["status"] = front.returncode
     until(lambda: nodes() == 0)
     lap("none")
+    # An engine that is to outlive its front, and that no other front comes for, ends by itself.
+    ray_launcher.ORPHANED, ray_launcher._VISIT = 5.0, 0.5
+    words = [model, *SMALL.split(), "--insecure"]
+    launcher = ray_launcher.RayLauncher(EngineConfig(model=model, device="cpu"), words, None)
+    found["none before"] = launcher.take_over(folder, 1)
+    replica = launcher.launch("replica-0")
+    replica.ready()
+    found["kept"] = nodes()
+    replica._over = True  # as if this process was no more
+    until(lambda: nodes() == 0)
+    found["actors"] = ray.util.list_named_actors(all_namespaces=True)
+    lap("orphan")
 finally:
     if front is not None and front.poll() is None:
         front.kill()

@@ -1,6 +1,6 @@
 """``rollout fleet MODEL --ray`` on a real Ray cluster that loses nodes; prints one JSON object.
 
-python ray_fleet_job.py MODEL OTHER_MODEL
+python ray_fleet_job.py MODEL OTHER_MODEL RECORD
 """
 
 import json
@@ -22,9 +22,10 @@ from rollout import ConfigError, EngineConfig, Rollout
 from rollout.engine.executors import ray as executor
 from rollout.fleet.ray_launcher import RayLauncher
 
-model, other = sys.argv[1:]
+model, other, record = sys.argv[1:]
 asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-FLAGS = "--device cpu --num-kv-blocks 64 --max-model-len 256 --port 0 --grpc-port 0 --quorum 1"
+SMALL = "--device cpu --num-kv-blocks 64 --max-model-len 256 --num-threads 1"
+FLAGS = f"{SMALL} --port 0 --grpc-port 0 --quorum 1"
 PREEMPTION = 2  # Ray's DRAIN_NODE_REASON_PREEMPTION
 LIMIT = 120.0  # seconds of each wait
 
@@ -51,6 +52,31 @@ def until(condition):
 
 def tokens(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def started(*words):
+    """A front, and its HTTP and gRPC addresses."""
+    front = subprocess.Popen(
+        [*fleet, *words, "--ray", cluster.address], stdout=subprocess.PIPE, text=True
+    )
+    line = front.stdout.readline().split()
+    return front, *(word.partition("=")[2] for word in line[1:])
+
+
+def engines():
+    """The actors that outlive a front."""
+    return [row["name"] for row in ray.util.list_named_actors(all_namespaces=True)]
+
+
+def groups():
+    """Placement groups that are there still, after a while."""
+    deadline = time.monotonic() + 30
+    while True:
+        states = [group["state"] for group in ray.util.placement_group_table().values()]
+        left = [state for state in states if state != "REMOVED"]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
 
 
 def places():
@@ -81,12 +107,8 @@ try:
 except ConfigError as error:
     found["never"] = str(error)
 replica.end()
-front = subprocess.Popen(
-    [*fleet, "--replicas", "2", "--max-replicas", "3", "--ray", cluster.address],
-    stdout=subprocess.PIPE, text=True,
-)  # fmt: skip
+front, http, grpc = started("--replicas", "2", "--max-replicas", "3")
 try:
-    http, grpc = (word.partition("=")[2] for word in front.stdout.readline().split()[1:])
     until(lambda: serving() == ["replica-0", "replica-1"])
     found["nodes"] = len(set(places().values()))
     with Rollout.connect(grpc) as client:
@@ -123,16 +145,31 @@ try:
         until(lambda: not call("/fleet/replicas")["starting"])
         found["members"] = [row["name"] for row in call("/fleet/members")["members"]]
         found["left"] = tokens(client.generate([[5, 6, 7]], asked))
-finally:
     front.send_signal(signal.SIGINT)
     found["status"] = front.wait(LIMIT)
-    deadline = time.monotonic() + 30
-    while True:
-        groups = ray.util.placement_group_table().values()
-        found["groups"] = [g["state"] for g in groups if g["state"] != "REMOVED"]
-        if not found["groups"] or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
+    found["groups"] = groups()
+    # Of a front that is killed the next one with its record has the engines, and what they hold.
+    kept = ["--replicas", "1", "--record", record]
+    front, http, grpc = started(*kept)
+    with Rollout.connect(grpc) as client:
+        client.update_weights(load_file(f"{other}/model.safetensors"))
+    killed = engines()
+    front.kill()
+    front.wait(LIMIT)
+    words = [*fleet, *kept, "--seed", "5", "--ray", cluster.address]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    found["other words"] = [done.returncode, done.stderr.splitlines()[-1]]
+    front, http, grpc = started(*kept)
+    found["same engines"] = (len(killed), engines() == killed)
+    until(lambda: serving() == ["replica-0"])
+    with Rollout.connect(grpc) as client:
+        found["kept"] = tokens(client.generate([[5, 6, 7]], asked))
+    front.terminate()
+    found["ended"] = [front.wait(LIMIT), groups(), engines()]
+finally:
+    if front.poll() is None:
+        front.kill()
+        front.wait()
     ray.shutdown()
     cluster.shutdown()
 print(json.dumps(found))

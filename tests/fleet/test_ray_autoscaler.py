@@ -62,3 +62,4 @@ def test_nodes_come_for_what_has_no_room_and_go_when_nothing_is_there(
     assert found["members"] == ["replica-0"]
     # What Ray says of its nodes is no line of the front's own.
     assert (found["status"], found["more lines"]) == (0, "")
+    assert (found["none before"], found["kept"], found["actors"]) == ([], 1, [])

@@ -28,7 +28,7 @@ def test_members_move_when_nodes_go_and_the_fleet_serves_on(
     job = [sys.executable, "-W", "ignore", str(HERE / "ray_fleet_job.py")]
     root = os.pathsep.join([str(CLIENT), str(HERE.parents[1])])
     done = subprocess.run(
-        [*job, checkpoint, str(tmp_path)],
+        [*job, checkpoint, str(tmp_path), str(tmp_path / "record")],
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -61,3 +61,9 @@ def test_members_move_when_nodes_go_and_the_fleet_serves_on(
     assert found["members"] == ["replica-2"]
     assert found["left"] != [expected]
     assert (found["status"], found["groups"]) == (0, [])
+    assert found["same engines"] == [1, True]
+    assert found["kept"] == [expected]
+    status, said = found["other words"]
+    assert status == 2
+    assert "run still, and were started with other words" in said
+    assert found["ended"] == [0, [], []]

@@ -10,7 +10,7 @@ from fleet_front import ENGINE, LEASE
 from shared_engines import eventually
 
 from rollout import AsyncRollout, Rollout
-from rollout.errors import ConfigError, DeadlineExceeded, WorkerDied
+from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.fleet.backend import FleetBackend
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.record import Record
@@ -100,6 +100,20 @@ def test_engines_come_and_go_as_it_is_asked(fleet, checkpoint):
                 replicas.scale(count)
     finally:
         replicas.close()
+
+
+def test_those_that_run_already_come_first_and_keep_their_names(fleet):
+    here = Here(None, room=0)
+    replicas = Replicas(fleet, here, 2, most=4, enough=1, found=["replica-1", "replica-4"])
+    assert replicas.count == 0
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(replicas.start)
+        eventually(lambda: sorted(here.launched) == ["replica-1", "replica-4"])
+        replicas.scale(3)
+        eventually(lambda: sorted(here.launched) == ["replica-1", "replica-4", "replica-5"])
+        replicas.close()
+        with pytest.raises(EngineClosed):
+            started.result(60)
 
 
 def test_a_fleet_begins_with_those_that_found_a_place(fleet, checkpoint):
