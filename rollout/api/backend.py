@@ -235,8 +235,10 @@ class ServedBackend(Backend, Protocol):
         ...
 
     @property
-    def verbs(self) -> VerbSession:
-        """The low-level verbs, of which HTTP and gRPC share one session."""
+    def verbs(self) -> VerbSession | None:
+        """The low-level verbs, of which HTTP and gRPC share one session; None of a front that
+        routes only, which takes no place in a trainer's group.
+        """
         ...
 
     @property

@@ -266,7 +266,7 @@ class Front(ABC):
 
     @property
     @abstractmethod
-    def verbs(self) -> VerbSession: ...
+    def verbs(self) -> VerbSession | None: ...
 
     @property
     @abstractmethod

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rollout.engine.updates.vllm_session import VerbSession
 from rollout.errors import ConfigError, EngineError
 from rollout.fleet.front import Front
 from rollout.fleet.hold import Held, Holding
@@ -82,14 +81,7 @@ class RoutingFront(Front):
     def counters(self) -> EngineCounters:
         return self._counters
 
-    @property
-    def verbs(self) -> VerbSession:
-        raise ConfigError(
-            "this front routes only, and has no place in a trainer's group: trainers that "
-            "broadcast go to the front that coordinates"
-        )
-
-    replicas = None
+    verbs = replicas = None
 
     def info(self) -> WeightInfo:
         return self._client.info()

@@ -259,7 +259,8 @@ class SglangVerbs:
         However often it is asked: clients ask again, and would sample from the old weights.
         """
         served = self._rollout.backend.served
-        missing = None if served is None else await self._run(lambda verbs: verbs.incomplete())
+        session = None if served is None else served.verbs
+        missing = None if session is None else await self._rollout.threads.run(session.incomplete)
         if missing is not None:
             raise IncompleteUpdate(
                 f"the weights that were sent make no whole model: {missing}. Generation is still "

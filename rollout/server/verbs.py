@@ -224,8 +224,14 @@ def served_of(rollout: AsyncRollout, what: str = "these verbs are those of") -> 
 
 
 def session_of(rollout: AsyncRollout) -> VerbSession:
-    """The weight verbs of this process's engine or front."""
-    return served_of(rollout, "the weight verbs are those of").verbs
+    """The weight verbs of this process's engine or front; ``ConfigError`` where it has none."""
+    session = served_of(rollout, "the weight verbs are those of").verbs
+    if session is None:
+        raise ConfigError(
+            "this front routes only, and takes no place in a trainer's group: trainers that "
+            "broadcast go to the front that coordinates"
+        )
+    return session
 
 
 async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> Document:

@@ -4,15 +4,18 @@ import asyncio
 import time
 from contextlib import closing
 
+import httpx
 import pytest
 from fleet_front import LEASE, Front, OneMore, break_off
 from shared_engines import eventually
 
-from rollout import Rollout, SamplingParams
+from rollout import AsyncRollout, Rollout, SamplingParams
 from rollout.errors import ConfigError, EngineClosed, VersionConflict
 from rollout.fleet.link import Link
 from rollout.fleet.routed_fleet import RoutedFleet
+from rollout.fleet.routing_front import RoutingFront
 from rollout.rpc.client import RolloutClient
+from rollout.server.http.app import build_app
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
 LONG = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
@@ -157,3 +160,22 @@ async def asked_as_a_member(engine, fleet):
     finally:
         await link.client.disconnect()
         link.close()
+
+
+def test_of_trainers_that_broadcast_a_front_that_routes_only_names_the_other(front):
+    """Their clients' pauses are the fleet's, as everywhere."""
+    front.fleet.wait_serving(3, WAIT)
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+    async def course():
+        client = RolloutClient(front.rollout.address, keeps_epoch=False)
+        rollout = AsyncRollout.over(RoutingFront(RoutedFleet(client), start_timeout=60.0))
+        transport = httpx.ASGITransport(build_app(rollout))
+        async with rollout, httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            for path in ("/pause_generation", "/continue_generation"):
+                assert (await http.post(path, json={})).status_code == 200, path
+            return await http.post("/init_weight_transfer_engine", json={"init_info": group})
+
+    reply = asyncio.run(course())
+    assert reply.status_code == 400
+    assert "go to the front that coordinates" in reply.text
