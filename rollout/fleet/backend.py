@@ -48,7 +48,8 @@ class FleetBackend(Front):
         self._timeout, self._launched = start_timeout, False
         self._log = UpdateLog()
         self._updates = CommittedUpdates(KEPT_RECEIPTS)
-        self._verbs = VerbSession(FleetTarget(self, self._updates))
+        self._target = FleetTarget(self, self._updates)
+        self._verbs = VerbSession(self._target)
         self._teller = RouteTeller(fleet, hold)
 
     async def start(self) -> None:
@@ -76,6 +77,7 @@ class FleetBackend(Front):
 
     def close(self) -> None:
         self._verbs.close()
+        self._target.places.close()
         super().close()
 
     async def stats(self) -> EngineStats:

@@ -76,6 +76,11 @@ class FrontPlaces:
         except RolloutError:
             return False
 
+    def close(self) -> None:
+        """Leave all groups: their members' processes end with this."""
+        for place in list(self._members):
+            self.leave(place)
+
     def leave(self, place: str) -> None:
         for member in self._members.pop(place, []):
             member.close()
