@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,13 @@ from torch import Tensor
 from rollout.engine.updates.ended import ended_without_commit
 from rollout.engine.updates.repeats import KEPT
 from rollout.engine.updates.verb_update import GRACE, Terms, VerbUpdate
-from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed, WeightMismatch
+from rollout.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    RolloutError,
+    TransferFailed,
+    WeightMismatch,
+)
 from rollout.fleet.channel import FleetChannel
 from rollout.fleet.committed import CommittedUpdates
 from rollout.fleet.front_places import FrontPlaces
@@ -63,10 +69,6 @@ class FleetTarget:
         self.places = FrontPlaces(link.info)
 
     @property
-    def aliases(self) -> Collection[str]:
-        return self._link.info().aliases.keys()
-
-    @property
     def version(self) -> int:
         return self._link.info().version
 
@@ -93,6 +95,12 @@ class FleetTarget:
         )
 
     def _note_failed(self, update_id: str, why: str) -> None:
+        """But not of one whose end was not seen, and that is live, or may be."""
+        try:
+            if self._link.info().last_update_id == update_id:
+                return
+        except RolloutError:
+            return
         self._failed[update_id] = why
         while len(self._failed) > KEPT:
             del self._failed[next(iter(self._failed))]
@@ -129,7 +137,8 @@ class _Update(VerbUpdate):
     def _take(self, headers: Sequence[BucketHeader]) -> None:
         for header in headers:
             self._wait_for_room()
-            payload = self._places.receive(sum(e.nbytes for e in header.entries), self._timeout)
+            nbytes = sum(entry.nbytes for entry in header.entries)
+            payload = self._places.receive(nbytes, self._timeout, self._check)
             tensors, start = [], 0
             for entry in header.entries:
                 raw = payload[start : start + entry.nbytes]
@@ -139,7 +148,10 @@ class _Update(VerbUpdate):
             self._num_buckets += 1
 
     def _wait_for_room(self) -> None:
-        """Raises what the update has failed by."""
+        """Until one more may come."""
+
+    def _check(self) -> None:
+        """Raises what the update has failed by, or was given up for."""
 
     def _bring(self, tensors: list[tuple[str, Tensor]]) -> None:
         raise NotImplementedError
@@ -153,13 +165,15 @@ class _BroadcastUpdate(_Update):
         note_failed: Callable[[str, str], None],
     ) -> None:  # fmt: skip
         self._link, self._asked, self._note_failed = link, terms, note_failed
+        self._id = terms.update_id or uuid.uuid4().hex
+        self._channel: FleetChannel | None = None
         self._parts: queue.SimpleQueue[list[tuple[str, Tensor]] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(AHEAD)
         self._begun: Future[Begun] = Future()
         self._end: Future[UpdateReceipt] = Future()
         self._end.add_done_callback(lambda _: self._room.release())  # who waits looks at it
         self._given_up = ""
-        self._commits = False
+        self._commits, self._deciding = False, threading.Lock()
         threading.Thread(target=self._run, name="rollout-fleet-broadcasts", daemon=True).start()
         limit = LONGEST * terms.timeout
         either: list[Future[Any]] = [self._begun, self._end]
@@ -175,9 +189,10 @@ class _BroadcastUpdate(_Update):
         raise AssertionError("whole updates are committed")
 
     def commit(self, label: str | None) -> UpdateReceipt:
-        self._check()
-        self.label, self._commits = label, True
-        self._parts.put(None)
+        with self._deciding:
+            self._check()
+            self.label, self._commits = label, True
+            self._parts.put(None)
         wait([self._end], LONGEST * self._timeout)
         if not self._end.done():
             raise DeadlineExceeded(
@@ -187,10 +202,11 @@ class _BroadcastUpdate(_Update):
         return self._end.result()
 
     def abort(self, reason: str) -> bool:
-        failed = self._end.done() and self._end.exception() is not None
-        if self._commits and not failed:
-            return False
-        self._give_up(reason)
+        with self._deciding:
+            failed = self._end.done() and self._end.exception() is not None
+            if self._commits and not failed:
+                return False
+            self._give_up(reason)
         self._places.interrupt()
         wait([self._end], GRACE)
         return True
@@ -199,24 +215,27 @@ class _BroadcastUpdate(_Update):
         """``seal`` with what is known at the end alone."""
         return replace(seal, label=self.label, details={**seal.details, **DETAILS})
 
-    def asked(self, request: UpdateRequest) -> UpdateRequest:
-        """``request`` under the caller's own id."""
-        return replace(request, update_id=self._asked.update_id or request.update_id)
-
-    def has_begun(self, begun: Begun) -> None:
+    def has_begun(self, channel: FleetChannel, begun: Begun) -> None:
+        self._channel = channel
         if not self._begun.done():
             self._begun.set_result(begun)
+        if self._given_up:
+            channel.abort(self._given_up)
 
     # ---- helpers ----
 
     def _run(self) -> None:
-        options = UpdateOptions(in_flight=self._asked.in_flight, timeout=self._asked.timeout)
-        link = _ToldLink(self._link, self)
+        asked = self._asked
         try:
+            options = UpdateOptions(
+                in_flight=asked.in_flight, timeout=asked.timeout, sent_as=self._id,
+                patience=asked.deadline + asked.timeout,
+            )  # fmt: skip
+            link = _ToldLink(self._link, self)
             self._end.set_result(publish(self._pairs(), connect=lambda: link, options=options))
         except BaseException as error:  # noqa: BLE001 - raised by the verb that comes next
             if self._begun.done():
-                self._note_failed(self._begun.result().update_id, self._given_up or str(error))
+                self._note_failed(self._id, self._given_up or str(error))
             self._end.set_exception(error)
 
     def _pairs(self) -> Iterator[tuple[str, Tensor]]:
@@ -228,6 +247,8 @@ class _BroadcastUpdate(_Update):
 
     def _give_up(self, reason: str) -> None:
         self._given_up = reason
+        if self._channel is not None:  # which may wait for a member
+            self._channel.abort(reason)
         self._parts.put(None)
 
     def _wait_for_room(self) -> None:
@@ -241,6 +262,8 @@ class _BroadcastUpdate(_Update):
         self._parts.put(tensors)
 
     def _check(self) -> None:
+        if self._given_up:
+            raise TransferFailed(f"the update was given up: {self._given_up}")
         if self._end.done():
             self._end.result()
 
@@ -276,8 +299,8 @@ class _ToldChannel(FleetChannel):
         self._update = update
 
     def begin(self, request: UpdateRequest) -> Begun:
-        begun = super().begin(self._update.asked(request))
-        self._update.has_begun(begun)
+        begun = super().begin(request)
+        self._update.has_begun(self, begun)
         return begun
 
     def seal(self, seal: Seal) -> None:

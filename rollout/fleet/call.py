@@ -72,7 +72,7 @@ class FleetCall:
         return self._beginnings[row]
 
     def outputs(self, client: RolloutClient, rows: Sequence[int]) -> Outputs:
-        """Of these rows by a member: all are new, or all have begun elsewhere.
+        """Of these rows by a member, each new, or begun elsewhere.
 
         Of what is not streamed outputs that have not finished may come, too.
         """
@@ -81,14 +81,14 @@ class FleetCall:
         )
         params = [self.params[row] for row in rows]
         ids = [self.request_ids[row] for row in rows]
-        begun = rows[0] in self.begun
-        self.has_moved |= begun
+        begun = [row in self.begun for row in rows]
+        self.has_moved |= any(begun)
         said: Any = {
             "stream": stream,
             "fleet": self.fleet,
             "beginnings": [b"".join(self.beginning(row).keys) for row in rows],
         }
-        if self.options is not None and not (begun and all(map(self._is_plain, rows))):
+        if self.options is not None and not (all(begun) and all(map(self._is_plain, rows))):
             return client.chat(
                 [self.prompts[row] for row in rows], params, ids, self.options,
                 delivered=[self._delivered(row) for row in rows], **said,

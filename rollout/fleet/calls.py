@@ -118,6 +118,8 @@ class Calls:
         while todo:
             name, share = todo.pop()
             life, begun_at = self._fleet.life(name), time.monotonic()
+            # This share may have waited for another one's end.
+            call.forget(self._fleet.epoch, self._fleet.version, self._fleet.parted)
             try:
                 link = await self._met(name)
                 async with (
@@ -198,6 +200,8 @@ class _Running:
         self._error: EngineError | None = None
 
     def end(self, error: EngineError) -> None:
+        if self._error is not None:
+            return  # it is on its way out
         self._error = error
         if self._waits is not None:
             self._waits.cancel()
@@ -227,6 +231,9 @@ async def _merged(shares: Sequence[Outputs]) -> Outputs:
                     if row not in newest:
                         queue.put_nowait(row)
                     newest[row] = output
+        except asyncio.CancelledError:  # by us, or as its connection was closed
+            queue.put_nowait(EngineClosed("the connection was closed while the call ran"))
+            raise
         except Exception as error:  # noqa: BLE001 - raised where the outputs are read
             queue.put_nowait(error)
         else:

@@ -54,10 +54,13 @@ class FrontPlaces:
     def use(self, place: str) -> None:
         self._used = place
 
-    def receive(self, nbytes: int, timeout: float) -> Tensor:
-        """The next broadcast, uint8 [nbytes], valid until the next call."""
+    def receive(self, nbytes: int, timeout: float, check: Callable[[], None]) -> Tensor:
+        """The next broadcast, uint8 [nbytes], valid until the next call. ``check`` raises where it
+        is not wanted any more; from then on ``interrupt`` ends it.
+        """
         place = self._receiving = self._used
         try:
+            check()
             if not (members := self._members.get(place)):
                 raise TransferFailed("the front has left the trainer's group")
             return _each(members, lambda member: member.receive(nbytes, timeout))[0]

@@ -62,6 +62,9 @@ async def read_ahead(
         try:
             async for index, output in outputs:
                 call.put(index, output, is_added=False)
+        except asyncio.CancelledError:  # by us, or as its connection was closed
+            call.end(EngineClosed("the connection was closed while the call ran"))
+            raise
         except Exception as error:  # noqa: BLE001 - raised where the outputs are read
             call.end(error)
         else:

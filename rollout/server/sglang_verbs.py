@@ -224,9 +224,9 @@ class SglangVerbs:
     async def relabel(self, body: VersionBody) -> Document:
         """The label of what is live, without an update."""
         label, session = str(body.new_version), session_of(self._rollout)
+        await self._rollout.threads.run(lambda: session.relabel(label))
         if body.abort_all_requests:
             await self._rollout.abort(None)
-        await self._rollout.threads.run(lambda: session.relabel(label))
         return _done(f"Weight version updated to {label}") | {"new_version": label}
 
     async def end(self) -> Document:

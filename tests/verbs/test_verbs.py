@@ -161,6 +161,20 @@ def test_only_one_update_is_open_at_a_time(engine, sender, weights) -> None:
     assert same(engine, weights[1])
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("engine", [(1, 2)], indirect=True, ids=["fleet"])
+def test_between_two_verbs_the_deadline_counts_and_not_the_timeout(engine, sender, weights) -> None:
+    """As of an engine, which the other tests show: a trainer may have to gather."""
+    sender.joined()
+    tensors = list(weights[1].items())
+    sender.post("start_weight_update", {"timeout": 4.0})
+    assert sender.update(tensors[:4]).status_code == 200
+    time.sleep(5.0)
+    assert sender.update(tensors[4:]).status_code == 200
+    assert sender.post("finish_weight_update").status_code == 200
+    assert same(engine, weights[1])
+
+
 def test_an_update_that_nobody_goes_on_with_ends_at_its_deadline(engine, sender, weights) -> None:
     sender.joined()
     before = engine.info()

@@ -76,6 +76,7 @@ class ForeignGroups:
         """Leave it, or all of them; whether there was any."""
         left = self.names if name is None else (name,)
         for one in left:
-            _, place = self._joined.pop(one)
-            self._places.leave(place)
+            found = self._joined.pop(one, None)
+            if found is not None:  # another verb has left it meanwhile
+                self._places.leave(found[1])
         return bool(left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,9 +93,9 @@ class VerbUpdate(ABC):
         of = self._wanted
         return differences(self._sent, of.metadata, of.aliases, spelled=of.spelled)
 
-    def names(self) -> frozenset[str]:
-        """What was sent so far, in file form."""
-        return frozenset(meta.name for meta in self._sent)
+    def unsent_aliases(self) -> frozenset[str]:
+        """Names of other tensors that were not sent so far, in file form."""
+        return frozenset(self._wanted.aliases) - {meta.name for meta in self._sent}
 
     @abstractmethod
     def _take(self, headers: Sequence[BucketHeader]) -> None:
@@ -139,11 +139,6 @@ class VerbTarget(Protocol):
 
     @property
     def places(self) -> Places: ...
-
-    @property
-    def aliases(self) -> Collection[str]:
-        """Names that may be sent, but belong to another tensor."""
-        ...
 
     @property
     def version(self) -> int:

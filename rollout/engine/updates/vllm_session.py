@@ -145,7 +145,7 @@ class VerbSession:
                 raise
             if update.implicit and update.is_complete():
                 self._commit(update, None)
-                self._late = frozenset(self._of.aliases) - update.names()
+                self._late = update.unsent_aliases()
             return received
 
         content = (
@@ -287,7 +287,7 @@ class VerbSession:
         update.confirm()
         with self._lock:
             self._open, self._committed = None, receipt
-            self._late = late - update.names()
+            self._late = late & update.unsent_aliases()
         return received
 
     def _begin(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.engine.executors import gather_replies
@@ -111,10 +111,6 @@ class EngineTarget:
 
     def __init__(self, of: Coordinator) -> None:
         self._of, self.places = of, RankPlaces(of)
-
-    @property
-    def aliases(self) -> Collection[str]:
-        return self._of.served.aliases.keys()
 
     @property
     def version(self) -> int:

@@ -51,7 +51,9 @@ class UpdateOptions:
     may run; ``max_extra_memory``: bytes that a rank may take on its device beyond what it holds.
     ``pin_timeout``: how long requests may stay with the version before, at most ``timeout`` (None:
     as long), then ``pin_fallback``. Of a copy of another engine: ``adapters_after``, all adapters
-    that are to be there then, by version, and ``merged`` as ``WeightInfo`` has it.
+    that are to be there then, by version, and ``merged`` as ``WeightInfo`` has it. Of what a
+    front takes for a trainer: the update's id (``sent_as``), and for how long the source may keep
+    it waiting (``patience``; None: ``timeout``).
     """
 
     version: int | None = None
@@ -71,6 +73,8 @@ class UpdateOptions:
     pin_fallback: str = "keep"
     adapters_after: Mapping[str, int] | None = None
     merged: tuple[str, ...] = ()
+    sent_as: str = ""
+    patience: float | None = None
 
     def to_server(self) -> dict[str, Any]:
         """The keywords of an update that the server reads itself, JSON-able."""

@@ -77,7 +77,7 @@ def publish(
         encoder = Encoder(options, info, base, copies, plan.encoding, is_first=group.is_sender)
         sending = Sending(group, source, layout, plan, session, encoder, stats, options)
         sink = sending.open_sink(connect, stack)
-        with watchdog(group, timeout, sink.give_up) as watch:
+        with watchdog(group, options.patience or timeout, sink.give_up) as watch:
             sending.run(sink, plans, info, watch)
         receipt = sending.commit()
         if source.models:

@@ -281,7 +281,7 @@ class Opener:
     ) -> UpdateRequest:
         options = self.options
         return UpdateRequest(
-            update_id=uuid.uuid4().hex,
+            update_id=options.sent_as or uuid.uuid4().hex,
             version=options.version,
             # Copies are those of the live version, or there is no delta.
             base=(self.info.epoch, self.info.version) if encoding.name == "delta" else None,
