@@ -71,8 +71,8 @@ FLEET: tuple[Row, ...] = (
 
 COORDINATOR: tuple[Row, ...] = (
     ("--coordinator", "HOST:PORT", None, "route only: gRPC address of the front that coordinates "
-     "the fleet (`rollout fleet --engine`, `rollout serve --replicas`); it tells who its members "
-     "are, and is handed all that changes them; any number of such fronts may come and go"),
+     "the fleet (`rollout fleet`; `rollout serve --replicas` on this host); it tells who its "
+     "members are, and is handed all that changes them; any number of such fronts may come and go"),
     ("--coordinator-token", "TOKEN", None, "its control token (default: "
      "ROLLOUT_COORDINATOR_TOKEN)"),
     ("--coordinator-tls-ca", "PEM", None,

@@ -49,7 +49,10 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 HELP = {  # of each command: what it takes, and an example
     "serve": ("MODEL", "runs/model --tensor-parallel-size 2 --port 8000 --grpc-port 50051"),
-    "fleet": ("--engine HOST:PORT...", "--engine 10.0.0.1:50051 --engine 10.0.0.2:50051"),
+    "fleet": (
+        "--engine HOST:PORT... | MODEL --ray [ADDRESS] | --coordinator HOST:PORT",
+        "--engine 10.0.0.1:50051 --engine 10.0.0.2:50051",
+    ),
     "generate": (
         "MODEL PROMPT... | --connect HOST:PORT PROMPT...",
         "runs/model 'Once upon a time'",

@@ -389,7 +389,14 @@ class Fleet(Directory):
     def _is_kept(self, link: Link, until: float) -> bool:
         """Whether one that leaves has something to stay for."""
         now = time.monotonic()
-        return (bool(link.calls) and now < until) or self._state.is_needed(link.name, now)
+        return (now < until and self._has_calls(link)) or self._state.is_needed(link.name, now)
+
+    def _has_calls(self, link: Link) -> bool:
+        """Of this front, or, as the member says, of others."""
+        member = self._state.members.get(link.name)
+        if member is None or member.standing is None or not member.has_lease:
+            return bool(link.calls)
+        return bool(link.calls or member.standing.running or member.standing.waiting)
 
     @property
     def _may_begin(self) -> bool:

@@ -16,7 +16,7 @@ from rollout.fleet.replicas import End
 
 
 class LocalLauncher:
-    """``rollout serve WORDS``, reached with a token that nobody else is told."""
+    """``rollout serve WORDS``, reached with a token of their own."""
 
     def __init__(
         self, words: Sequence[str], gpus: Sequence[Sequence[str]] = (), journal: Path | None = None

@@ -73,8 +73,8 @@ class Ask:
 
 
 class RayLauncher:
-    """``rollout serve WORDS`` for engines of ``config``, reached with a token that nobody else is
-    told. They are spread over nodes. Ray is that of ``address``; see ``connected``.
+    """``rollout serve WORDS`` for engines of ``config``, reached with a token of their own. They
+    are spread over nodes. Ray is that of ``address``; see ``connected``.
     """
 
     def __init__(self, config: EngineConfig, words: Sequence[str], address: str | None) -> None:
@@ -95,7 +95,7 @@ class RayLauncher:
         """Have engines outlive a front that is killed: the next one with this ``record``, which it
         holds, calls this and launches those first that it is told the names of.
 
-        Those beyond ``most`` end. ``ConfigError`` where they were started with other words.
+        ``ConfigError`` where they were started with other words, or are more than ``most``.
         """
         self.kept = kept = Kept.of(record)
         self._token = kept.token
@@ -107,8 +107,14 @@ class RayLauncher:
                     f"words ({' '.join(each.words)}): start the front as it was, or end it by "
                     f"SIGTERM first; without a front they end within {ORPHANED:g} s"
                 )
+        if (count := len({each.name for each in found})) > most:
+            raise ConfigError(
+                f"{count} engines of the fleet of {record} run still, and --max-replicas is "
+                f"{most}: start the front with --max-replicas {count}, and have fewer by POST "
+                "/fleet/replicas, which lets none go that alone holds what is live"
+            )
         for each in sorted(found, key=lambda each: (len(each.name), each.name)):
-            if each.name not in self._survivors and len(self._survivors) < most:
+            if each.name not in self._survivors:
                 self._survivors[each.name] = each
             else:
                 self._adopted(each).end()
@@ -343,11 +349,11 @@ class MemberActor:
             threading.Thread(target=self._watch, args=(orphaned,), daemon=True).start()
 
     def about(self) -> tuple[Sequence[str], Any]:
-        """The words and the placement group."""
-        self._visited = time.monotonic()
+        """The words and the placement group, for a front that may then be none of this fleet's."""
         return self._words, self._placement
 
     def ready(self) -> str:
+        self._visited = time.monotonic()
         with self._starting:  # the next front asks, too
             self._address = self._address or self._process.ready()
         return self._address

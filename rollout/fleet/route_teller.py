@@ -29,6 +29,7 @@ class RouteTeller:
     def __init__(self, fleet: Fleet, hold: Hold) -> None:
         self._fleet, self._hold = fleet, hold
         self._serial, self._told = 0, object()
+        self.begins = False  # whether it is known what members are held in
         self._asked = float("-inf")
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._ways: dict[str, tuple[Link, SendTo]] = {}  # an authority is read once
@@ -57,13 +58,15 @@ class RouteTeller:
     def _look(self) -> Routes:
         fleet, wanted = self._fleet, self._hold.wanted
         promise, links = fleet.promise, {link.name: link for link in fleet.links()}
-        serving = {link.name for link in fleet.serving() if self._is_held(link)}
+        serving = {x.name for x in fleet.serving() if self._is_held(x)} if self.begins else set()
         self._ways = {name: way for name, way in self._ways.items() if links.get(name) is way[0]}
         standings, members = fleet.standings(), []
         for row in fleet.members():
             if (link := links.get(str(row["name"]))) is None:
                 continue
             standing, way = standings.get(link.name), self._way(link)
+            if not self.begins:
+                row = {**row, "why": row["why"] or "the coordinating front has not begun yet"}
             members.append(
                 Route(
                     **row, address=way.address, token=way.token, tls_ca=way.tls_ca,

@@ -13,6 +13,7 @@ from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, RolloutE
 from rollout.fleet.directory import Directory
 from rollout.fleet.hold import Held
 from rollout.fleet.link import LOOK_AGAIN, Link
+from rollout.rpc.address import is_loopback, split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.weight_sync.protocol.membership import AskRoutes, Route, Routes, Standing
@@ -150,7 +151,7 @@ class RoutedFleet(Directory):
         with self._changed:
             out = {route.name: self._why_not(route) for route in self._routes.values()}
             told = [f"{name}: {why}" for name, why in out.items() if why]
-            return "; ".join([*([self._silence] if self._silence else ()), *told])
+            return self._silence or "; ".join(told)
 
     def close(self) -> None:
         self._closing.set()
@@ -164,7 +165,12 @@ class RoutedFleet(Directory):
     # ---- helpers ----
 
     def _why_not(self, route: Route) -> str:
-        """Why a member gets no calls; "" where it does."""
+        """Why a member gets no calls; "" where it does.
+
+        Without the coordinating front's word nobody knows for long that the fleet is this one.
+        """
+        if self._silence:
+            return "the coordinating front does not answer"
         if not route.serves:
             return route.why or route.status or "it is not held as the others are"
         report = self._links[route.name].report
@@ -200,16 +206,20 @@ class RoutedFleet(Directory):
                 self._closing.wait(PAUSE)
 
     def _failed(self, error: RolloutError) -> None:
-        with self._changed:
-            was_heard, self._problem = self._problem is None, error
-            self._changed.notify_all()
+        was_heard, found = self._problem is None, error
         if was_heard and not self.closed:
             log.warning("the coordinating front does not answer: %s", error)
-        if isinstance(error, EngineClosed) and time.monotonic() - self._looked > LOOK_AGAIN:
-            self._looked = time.monotonic()
-            if why := self.coordinator.problem():
-                why = why.replace("--tls-", "--coordinator-tls-")
-                self._problem = ConfigError(f"cannot talk to {self.coordinator.address}: {why}")
+        if isinstance(error, EngineClosed):
+            if time.monotonic() - self._looked <= LOOK_AGAIN:
+                found = self._problem or error  # what was found then
+            else:
+                self._looked = time.monotonic()
+                if why := self.coordinator.problem():
+                    why = why.replace("--tls-", "--coordinator-tls-")
+                    found = ConfigError(f"cannot talk to {self.coordinator.address}: {why}")
+        with self._changed:
+            self._problem = found
+            self._changed.notify_all()
 
     def _take(self, told: Routes) -> None:
         if not 0 < told.lease <= MAX_LEASE:
@@ -238,6 +248,12 @@ class RoutedFleet(Directory):
         if route is None:
             return
         try:
+            (theirs, _), (its, _) = map(split_address, (self.coordinator.address, route.address))
+            if is_loopback(its) and not is_loopback(theirs):
+                raise ConfigError(
+                    f"{route.address} is the coordinating front's own host's alone: start this "
+                    "front there, with --coordinator 127.0.0.1:PORT"
+                )
             tls = ClientTls.of_peer(route.tls_ca, route.tls_server_name, self._shown)
             self._links[name] = Link.to(route.address, route.token or None, name, self.lease, tls)
         except ConfigError as error:

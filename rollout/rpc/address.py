@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from rollout.errors import ConfigError
@@ -18,3 +19,12 @@ def split_address(address: str) -> tuple[str, int]:
     if found is None or not 1 <= int(found[2]) < 1 << 16:
         raise ConfigError(f"address {address!r:.300} is not host:port, e.g. 127.0.0.1:50051")
     return found[1].strip("[]").lower(), int(found[2])
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from rollout.errors import ConfigError
+from rollout.rpc.address import is_loopback
 
 
 class Access(IntEnum):
@@ -141,15 +141,6 @@ def check_encrypted(host: str, *, tls: bool, insecure: bool) -> None:
             f"listening on {host} without TLS sends tokens, prompts and weights in clear: give "
             "--tls-cert and --tls-key (tls=), or allow it with --insecure (insecure=True)"
         )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def authorization_of(metadata: Mapping[str, str] | object) -> str | None:

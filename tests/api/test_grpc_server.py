@@ -19,10 +19,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.address import is_loopback
 from rollout.rpc.rollout_pb2 import GenerateRequest
 from rollout.rpc.services import ControlStub, GenerationStub
 from rollout.rpc.status import CHANNEL_OPTIONS, MAX_BODY, SERVER_OPTIONS
-from rollout.server.auth import ABORT_ALL, ROUTES, Tokens, is_loopback
+from rollout.server.auth import ABORT_ALL, ROUTES, Tokens
 from rollout.server.grpc.interceptors import refusing
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.wire.codec import to_json

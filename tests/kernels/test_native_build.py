@@ -44,6 +44,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
         load()
 
 
+@pytest.mark.more
 @pytest.mark.skipif(library() is None, reason="no C compiler here")
 def test_processes_that_build_at_once_leave_one_library(tmp_path: Path, quick_cc: str) -> None:
     """And the library shares torch's OpenMP runtime instead of bringing a second one."""

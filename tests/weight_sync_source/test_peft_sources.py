@@ -213,6 +213,7 @@ def test_a_stream_of_an_adapters_own_tensors_is_refused_with_the_remedy() -> Non
             list(detect(stream).source(aliases={}, dtype=FP32))
 
 
+@pytest.mark.more
 def test_at_most_three_of_the_largest_tensor_are_held_beside_the_model() -> None:
     model = get_peft_model(
         Tiny(tied=False, hidden=64, vocab=64, layers=8), LoraConfig(target_modules="all-linear")

@@ -13,11 +13,12 @@ from grpc_reflection.v1alpha import reflection
 from rollout.distributed import host_port
 from rollout.errors import ConfigError
 from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.address import is_loopback
 from rollout.rpc.chunks import command_from_wire
 from rollout.rpc.services import SERVICES, add_service
 from rollout.rpc.status import CHUNK, MAX_BODY, SERVER_OPTIONS
 from rollout.rpc.tls import ServerTls
-from rollout.server.auth import Tokens, is_loopback
+from rollout.server.auth import Tokens
 from rollout.server.grpc.health import HealthService
 from rollout.server.grpc.interceptors import (
     MessageInterceptor,
