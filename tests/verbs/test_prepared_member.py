@@ -16,6 +16,9 @@ from rollout.weight_sync.protocol.messages import Decision, Seal, UpdateRequest
 from rollout.weights import Box
 from rollout.wire.codec import to_plain
 
+# A fleet decides by itself.
+of_one_engine = pytest.mark.parametrize("engine", [(2, 1)], indirect=True, ids=["tp2"])
+
 
 def prepare(client: RolloutClient, weights, fence: int, grace: float) -> str:
     packer, channel = BucketPacker(1 << 20), client.open()
@@ -36,10 +39,7 @@ def prepare(client: RolloutClient, weights, fence: int, grace: float) -> str:
     return request.update_id
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param((1, 1), marks=pytest.mark.more), (2, 1)], indirect=True,
-    ids=["tp1", "tp2"],
-)  # fmt: skip
+@of_one_engine
 @pytest.mark.parametrize(
     ("commit", "grace"), [(True, 5.0), pytest.param(False, 0.0, marks=pytest.mark.more)]
 )
@@ -75,6 +75,7 @@ def test_a_member_keeps_its_vote_without_a_connection(engine, weights, commit, g
     assert engine.http.get("/health").json() == {"status": "running"}
 
 
+@of_one_engine
 @pytest.mark.more
 def test_an_operator_ends_what_nobody_decides(engine, weights) -> None:
     engine.rollout.update_weights(dict(weights[1]))
