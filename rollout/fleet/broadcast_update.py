@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -30,8 +31,7 @@ from rollout.errors import (
 from rollout.fleet.channel import FleetChannel
 from rollout.fleet.committed import CommittedUpdates
 from rollout.fleet.front_places import FrontPlaces
-from rollout.weight_sync.protocol.channel import WeightChannel
-from rollout.weight_sync.protocol.link import WeightLink
+from rollout.weight_sync.protocol.link import LinkOver, WeightLink
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -153,8 +153,9 @@ class _Update(VerbUpdate):
     def _check(self) -> None:
         """Raises what the update has failed by, or was given up for."""
 
+    @abstractmethod
     def _bring(self, tensors: list[tuple[str, Tensor]]) -> None:
-        raise NotImplementedError
+        """Take what one broadcast held, by its names."""
 
 
 class _BroadcastUpdate(_Update):
@@ -268,29 +269,15 @@ class _BroadcastUpdate(_Update):
             self._end.result()
 
 
-class _ToldLink:
+class _ToldLink(LinkOver):
     """``link``, whose updates are ``update``'s."""
 
-    joins = False
-
     def __init__(self, link: FleetLink, update: _BroadcastUpdate) -> None:
-        self._link, self._update = link, update
-
-    @property
-    def local_address(self) -> str:
-        return self._link.local_address
-
-    def info(self) -> WeightInfo:
-        return self._link.info()
+        super().__init__(link)
+        self._opens = partial(link.open, partial(_ToldChannel, update))
 
     def open(self) -> FleetChannel:
-        return self._link.open(partial(_ToldChannel, self._update))
-
-    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
-        return self._link.join(request, secret, lane)
-
-    def receipts(self) -> tuple[UpdateReceipt, ...]:
-        return self._link.receipts()
+        return self._opens()
 
 
 class _ToldChannel(FleetChannel):

@@ -28,6 +28,7 @@ from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.rpc.convert import Messages
 from rollout.rpc.tls import ServerTls
 from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.link import LinkOver
 from rollout.weight_sync.protocol.membership import (
     AskReport,
     AskRoutes,
@@ -419,19 +420,13 @@ class Front(ABC):
         return found
 
 
-class _Reader:
-    """``WeightLink`` of a front to its own fleet, for what it reads from files: it leaves the GPUs,
-    on which members run, alone.
+class _Reader(LinkOver):
+    """A front's link to its own fleet, for what it reads from files: it leaves the GPUs, on which
+    members run, alone.
     """
 
-    joins, local_address = False, LOOPBACK
-
-    def __init__(self, of: Front) -> None:
-        self._of = of
-        self.open, self.join, self.receipts = of.open, of.join, of.receipts
-
     def info(self) -> WeightInfo:
-        info = self._of.info()
+        info = super().info()
         if not info.device.startswith("cuda"):
             return info
         return replace(info, transports=tuple(x for x in info.transports if x != "ipc"))

@@ -28,12 +28,12 @@ _ROUTES_ONLY = (
     "this front routes only: members come and go at the front that coordinates, which `rollout "
     "fleet --coordinator` names"
 )
-SILENT = 2 * ASKED  # seconds without a word, from which on errors say so
+SILENT = 2 * ASKED  # seconds without a word, for which its last one counts
 
 
 class RoutedFleet(Directory):
-    """Asks the front that ``coordinator`` reaches all the time, and goes by its last word while it
-    does not answer: what may not serve any more refuses by itself (its lease, and whose it is).
+    """Asks the front that ``coordinator`` reaches all the time, and goes by its last word for
+    ``SILENT`` seconds: what may not serve any more refuses by itself (its lease, and whose it is).
 
     ``shown``: this front's own certificate, for members that ask for one.
     """

@@ -80,6 +80,29 @@ class WeightLink(Protocol):
         ...
 
 
+class LinkOver:
+    """``WeightLink`` that is ``link``, but for what a subclass does in a way of its own."""
+
+    def __init__(self, link: WeightLink) -> None:
+        self._link, self.joins = link, link.joins
+
+    @property
+    def local_address(self) -> str:
+        return self._link.local_address
+
+    def info(self) -> WeightInfo:
+        return self._link.info()
+
+    def open(self) -> WeightChannel:
+        return self._link.open()
+
+    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
+        return self._link.join(request, secret, lane)
+
+    def receipts(self) -> tuple[UpdateReceipt, ...]:
+        return self._link.receipts()
+
+
 def receipt_of(
     connect: Callable[[], WeightLink], update_id: str, lost: RolloutError, timeout: float
 ) -> UpdateReceipt:

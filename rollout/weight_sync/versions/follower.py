@@ -34,8 +34,8 @@ from rollout.errors import (
     WeightError,
 )
 from rollout.weight_sync.protocol.channel import WeightChannel
-from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.link import LinkOver, WeightLink
+from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.publisher import publish
@@ -210,20 +210,16 @@ class Follower:
         self._on_state(error)
 
 
-class _Watched:
+class _Watched(LinkOver):
     """``link``, of which the follower knows the channel that was opened last."""
 
     def __init__(self, link: WeightLink, of: Follower) -> None:
-        self.joins, self.local_address = link.joins, link.local_address
-        self.info, self.receipts = link.info, link.receipts
-        self._link, self._of = link, of
+        super().__init__(link)
+        self._of = of
 
     def open(self) -> WeightChannel:
-        self._of._opened = channel = self._link.open()
+        self._of._opened = channel = super().open()
         return channel
-
-    def join(self, request: UpdateRequest, secret: str, lane: int) -> WeightChannel:
-        return self._link.join(request, secret, lane)
 
 
 class _Version(VersionSource):
