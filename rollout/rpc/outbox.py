@@ -32,12 +32,13 @@ class Outbox:
         self._changed = threading.Condition()
         self.resent_bytes = self.resent_buckets = 0
 
-    def put(self, command: Any) -> None:
-        self._put(_Item(command, None, self._end))
+    def put(self, command: Any) -> int:
+        """How many messages there are then."""
+        return self._put(_Item(command, None, self._end))
 
-    def put_bucket(self, announcement: Any, payload: memoryview) -> int:
-        """How many messages there are then; ``payload`` stays untouched until all have arrived."""
-        return self._put(_Item(announcement, payload, self._end))
+    def put_bucket(self, announcement: Any, payload: memoryview) -> None:
+        """``payload`` stays untouched until all that is there then has arrived."""
+        self._put(_Item(announcement, payload, self._end))
 
     def abort(self, command: Any) -> None:
         """``command`` goes next, and is the last: what has not been sent is dropped."""

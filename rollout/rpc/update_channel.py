@@ -89,7 +89,6 @@ class GrpcWeightChannel:
         self._secret = ""
         self._events = 0  # how many have arrived
         self._replaced = 0  # connections
-        self._ends: dict[int, int] = {}  # of the buckets under way: messages up to their last
 
     def begin(self, request: UpdateRequest) -> Begun:
         if request.builds_on_live:
@@ -125,8 +124,7 @@ class GrpcWeightChannel:
             return
         data = tensor_bytes(payload)
         bucket = pb.Bucket(header_json=head, payload_bytes=data.nbytes)
-        end = self._outbox.put_bucket(pb.UpdateCommand(bucket=bucket), data)
-        self._ends[header.index] = end
+        self._outbox.put_bucket(pb.UpdateCommand(bucket=bucket), data)
 
     def room(self, nbytes: int) -> Tensor | None:
         return None  # chunks are sent from wherever they lie
@@ -140,10 +138,10 @@ class GrpcWeightChannel:
         """``wait`` for a bucket that a feed may have brought: the first one that it did not bring,
         and why; "" where it did. From that one on they are to be sent again, with their bytes.
         """
-        self._send(wait=pb.Wait(index=index, timeout=timeout))
+        end = self._send(wait=pb.Wait(index=index, timeout=timeout))
         taken = self._reply("taken", timeout + GRACE, f"bucket {index}")
         # Its buffer is the caller's again: it must not be read from here on.
-        self._outbox.received(self._ends.pop(index, 0))
+        self._outbox.received(end)
         return taken.index, str(taken.lost)
 
     def forward(self, wanted: Forward) -> str:
@@ -217,8 +215,9 @@ class GrpcWeightChannel:
         self._reader.start()
         return self._reader
 
-    def _send(self, **kind: Any) -> None:
-        self._outbox.put(pb.UpdateCommand(**kind))
+    def _send(self, **kind: Any) -> int:
+        """How many messages there are then: an answer says that all of them have arrived."""
+        return self._outbox.put(pb.UpdateCommand(**kind))
 
     def _read(self) -> None:
         """The reader thread: events, then the error that ended the stream, or its end."""

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,15 @@ def test_halves_are_no_larger_than_they_need_to_be(sender) -> None:
     finally:
         big.close()
         small.close()
+
+
+def test_halves_take_half_of_the_room_that_is_left(monkeypatch) -> None:
+    for left, half in ((64 << 20, 16 << 20), (1 << 40, MAX_HALF), (0, 1 << 20)):
+        mount = SimpleNamespace(f_frsize=PAGE, f_bavail=left // PAGE)
+        monkeypatch.setattr(os, "statvfs", lambda path, mount=mount: mount)
+        sender = IpcSender(None, 1 << 30)
+        sender.close()
+        assert sender.shared.half == half
 
 
 def refusals(shared: SharedFile) -> dict[str, SharedFile]:

@@ -92,6 +92,7 @@ class UpdateStream:
         self._room = asyncio.Semaphore(AHEAD)
         self._events: list[Any] = []  # to the client; an exception or None is the last
         self._received = 0  # commands, over all connections
+        self._owed = 0  # of them, up to the last that the client's window counts
         self._news = asyncio.Event()
         self._turn = 0  # of the connection that counts
         self._reading: asyncio.Task[None] | None = None
@@ -112,14 +113,14 @@ class UpdateStream:
         ``commands``: what it sends, ``resume`` aside. Raises the error that ended the update.
         """
         turn, seen = self._attach(commands), 0
-        confirmed = -1 if resume is not None else self._received
+        confirmed = -1 if resume is not None else self._owed
         if resume is not None:
             seen = min(resume.events, len(self._events))
         try:
             while self._turn == turn:
                 self._news.clear()
                 # What has arrived is said before what follows from it.
-                if self.secret and confirmed != self._received:
+                if self.secret and confirmed < self._owed:
                     confirmed = self._received
                     yield pb.UpdateEvent(received=pb.Received(commands=confirmed))
                 if seen < len(self._events):
@@ -133,7 +134,7 @@ class UpdateStream:
                     yield event
                     seen += 1
                     self._left = self._over and seen == len(self._events)
-                elif confirmed == self._received or not self.secret:
+                elif confirmed >= self._owed or not self.secret:
                     await self._news.wait()
         finally:
             if self._turn == turn:
@@ -193,7 +194,9 @@ class UpdateStream:
                     return
                 self._received += 1
                 self._todo.put(command)
-                self._news.set()
+                if _has_bytes(command):
+                    self._owed = self._received
+                    self._news.set()
             if self.secret:
                 self._todo.put(_LastOf(turn))
         finally:
@@ -345,6 +348,14 @@ class UpdateStream:
         if whole:
             self._bucket = None
             self._channel.bucket(bucket.header, bucket.payload)
+
+
+def _has_bytes(command: Any) -> bool:
+    """Whether it is of a bucket that comes on the stream: of all else its answer says enough."""
+    if isinstance(command, RolloutError):
+        return False
+    kind = command.WhichOneof("kind")
+    return bool(kind == "chunk" or (kind == "bucket" and command.bucket.HasField("payload_bytes")))
 
 
 class _IncomingBucket:

@@ -43,9 +43,10 @@ from rollout.weight_sync.transports.host import SHARED_MEMORY, host_id
 from rollout.weights import TensorMeta
 from rollout.wire.codec import Positive, Text
 
-# Smaller halves stay in the caches between the copy in and the copy out, and both fit the 64 MB
-# that container runtimes give /dev/shm by default.
-MAX_HALF = 16 << 20
+# Each bucket costs messages to every engine: halves are long where there is room. Both take half of
+# what is left in /dev/shm, of which container runtimes give 64 MB by default.
+MAX_HALF = 32 << 20
+_MIN_HALF = 1 << 20
 
 _PAGE = 4096
 _MARK = struct.Struct("<16s32sQ")  # mark, secret, bytes of a half
@@ -104,12 +105,15 @@ class IpcSender(Sender):
         tensors: Iterable[TensorMeta] | None,
         bucket_bytes: int,
         senders: int = 1,
-        most: int = MAX_HALF,
+        most: int | None = None,
     ) -> None:
         """``tensors``: all that is sent, None where that is unknown. ``senders``: trainer ranks
-        that write, all of which have it mapped by the first ``send``. ``most``: the longest half.
+        that write, all of which have it mapped by the first ``send``. ``most``: the longest half,
+        by default as there is room.
         """
         self._alone = senders == 1
+        if most is None:
+            most = _longest_half()
         needed = most if tensors is None else sum(meta.nbytes + _PAGE for meta in tensors)
         half = _pages(min(bucket_bytes, needed, most))
         _sweep()
@@ -221,6 +225,11 @@ def shared_problem(shared: SharedFile, bucket_bytes: int) -> str | None:
     if shared.half % _PAGE or not 0 < shared.half <= _pages(bucket_bytes):
         return f"halves of {shared.half} bytes were not agreed on"
     return None
+
+
+def _longest_half() -> int:
+    mount = os.statvfs(SHARED_MEMORY)
+    return min(MAX_HALF, max(_MIN_HALF, mount.f_bavail * mount.f_frsize // 4))
 
 
 def _pages(nbytes: int) -> int:
