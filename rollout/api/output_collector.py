@@ -44,7 +44,7 @@ class RequestOutputCollector:
         self._mailbox = mailbox or Mailbox()
         self._newest: dict[str, Snapshot] = {}
         self._error: BaseException | None = None
-        self._some = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for more
 
     def __call__(self, item: Snapshot | BaseException) -> None:
         """From any thread; never blocks."""
@@ -52,13 +52,12 @@ class RequestOutputCollector:
 
     async def take(self) -> Snapshot:
         """The snapshot of the request that has waited longest; raises the error that came."""
-        await self._some.wait()
+        while not self._newest and self._error is None:
+            self._reader = self._mailbox.loop.create_future()
+            await self._reader
         if self._error is not None:
             raise self._error
-        snapshot = self._newest.pop(next(iter(self._newest)))
-        if not self._newest:
-            self._some.clear()
-        return snapshot
+        return self._newest.pop(next(iter(self._newest)))
 
     def put(self, item: Snapshot | BaseException) -> None:
         """Within the loop."""
@@ -66,4 +65,6 @@ class RequestOutputCollector:
             self._error = item
         else:
             self._newest[item.request_id] = item
-        self._some.set()
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)

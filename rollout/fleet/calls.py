@@ -81,12 +81,11 @@ class Calls:
             outputs = [self._served(call, *share) for share in shares.items()]
             merged = outputs[0] if len(outputs) == 1 else _merged(outputs)
             async with contextlib.aclosing(merged):
-                while True:
-                    with running:
-                        item = await anext(merged, None)
-                    if item is None:
-                        return
-                    yield item
+                with running:
+                    async for item in merged:
+                        running.leaves_off()
+                        yield item
+                        running.goes_on()
         finally:
             self._running.discard(running)
 
@@ -192,7 +191,7 @@ class Calls:
 
 class _Running:
     """A call under way. Within the block its task waits for what comes next, or for the call's end
-    by others, which is raised.
+    by others, which is raised; but for where it ``leaves_off`` until it ``goes_on``.
     """
 
     def __init__(self) -> None:
@@ -206,12 +205,21 @@ class _Running:
         if self._waits is not None:
             self._waits.cancel()
 
-    def __enter__(self) -> None:
+    def goes_on(self) -> None:
         if self._error is not None:
             raise self._error
         self._waits = asyncio.current_task()
 
+    def leaves_off(self) -> None:
+        self._leave(None)
+
+    def __enter__(self) -> None:
+        self.goes_on()
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._leave(kind)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
         task, self._waits = self._waits, None
         if self._error is None or task is None or not task.cancelling():
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -444,22 +443,18 @@ class RolloutClient:
         scored = 0 if params.pooling == "mean" else None
         return replace(params, max_tokens=1, ignore_eos=True, prompt_logprobs=scored)
 
-    async def _outputs(
-        self, method: str, request: Any
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    def _outputs(self, method: str, request: Any) -> AsyncGenerator[tuple[int, RequestOutput]]:
         if request.stream and "multiplex" in self.features:
             # One of its own still says of each row what is new, and not all again.
             shared = self._multiplex if request.ByteSize() <= SHARED else self._new_multiplex()
-            answers = shared.outputs(**{method.lower(): request})
-        else:
-            alone = self._alone(method, request)
-            answers = read_ahead(alone) if request.stream else alone
-        async with aclosing(answers):
-            async for index, output in answers:
-                if output.epoch != self._life:
-                    self._met = None
-                self._check_epoch(output.epoch)
-                yield index, output
+            return shared.outputs(**{method.lower(): request})
+        alone = self._alone(method, request)
+        return read_ahead(alone) if request.stream else alone
+
+    def _check(self, output: RequestOutput) -> None:
+        if output.epoch != self._life:
+            self._met = None
+        self._check_epoch(output.epoch)
 
     async def _alone(self, method: str, request: Any) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """By a call of its own."""
@@ -468,12 +463,15 @@ class RolloutClient:
         try:
             with self._connection.errors():
                 async for reply in call:
-                    yield reply.index, output_from_proto(reply.output)
+                    output = output_from_proto(reply.output)
+                    self._check(output)
+                    yield reply.index, output
         finally:
             call.cancel()  # the server aborts what is still running; no effect on an ended call
 
     def _new_multiplex(self) -> Multiplex:
-        return Multiplex(self._multiplexed, partial(error_from_rpc, address=self.address))
+        lost = partial(error_from_rpc, address=self.address)
+        return Multiplex(self._multiplexed, lost, self._check)
 
     def _multiplexed(self, commands: Any) -> Any:
         stub = GenerationStub(self._connection.aio())

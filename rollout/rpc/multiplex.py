@@ -24,9 +24,16 @@ class Multiplex:
     is kept, so that none holds back others.
     """
 
-    def __init__(self, open: Callable[[Any], Any], lost: Callable[[Any], RolloutError]) -> None:
-        """``open``: begins the call, of its commands; ``lost``: the error of one that broke."""
-        self._open, self._lost = open, lost
+    def __init__(
+        self,
+        open: Callable[[Any], Any],
+        lost: Callable[[Any], RolloutError],
+        check: Callable[[RequestOutput], None],
+    ) -> None:
+        """``open``: begins the call, of its commands; ``lost``: the error of one that broke;
+        ``check``: raises where an output may not be read.
+        """
+        self._open, self._lost, self._check = open, lost, check
         self._stream: _Stream | None = None
         self._reading: set[asyncio.Task[None]] = set()
 
@@ -39,7 +46,8 @@ class Multiplex:
             stream.reading.add_done_callback(self._reading.discard)
         number, call = stream.begin(request)
         try:
-            async for item in call.outputs():
+            while (item := await call.next()) is not None:
+                self._check(item[1])
                 yield item
         finally:
             stream.end(number)
@@ -72,7 +80,7 @@ async def read_ahead(
 
     reading = asyncio.create_task(read())
     try:
-        async for item in call.outputs():
+        while (item := await call.next()) is not None:
             yield item
     finally:
         reading.cancel()
@@ -160,36 +168,43 @@ class _Call:
         self._unread: dict[int, None] = {}  # in the order that they have waited
         self._ended = False
         self._error: Exception | None = None
-        self._some = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for more
 
     def put(self, index: int, output: RequestOutput, is_added: bool) -> None:
         if is_added:
             self._rows[index].add(output)
         else:
             self._rows[index] = Cumulative(output)
-        self._unread[index] = None
-        self._some.set()
+        self._has_come(index)
 
     def grow(self, index: int, more: GrownRow) -> None:
         if index not in self._rows:
             raise TransferFailed("a row has grown of which nothing had come")
         self._rows[index].grow(more)
-        self._unread[index] = None
-        self._some.set()
+        self._has_come(index)
 
     def end(self, error: Exception | None) -> None:
         self._ended, self._error = True, error
-        self._some.set()
+        self._wake()
 
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        while True:
-            while self._unread:
-                index = next(iter(self._unread))
-                del self._unread[index]
-                yield index, self._rows[index].output()
+    async def next(self) -> tuple[int, RequestOutput] | None:
+        """The newest output of the row that has waited longest; None: there is no more."""
+        while not self._unread:
             if self._error is not None:
                 raise self._error
             if self._ended:
-                return
-            self._some.clear()
-            await self._some.wait()
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        index = next(iter(self._unread))
+        del self._unread[index]
+        return index, self._rows[index].output()
+
+    def _has_come(self, index: int) -> None:
+        self._unread[index] = None
+        self._wake()
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)

@@ -216,7 +216,7 @@ def test_a_stream_that_is_closed_before_it_was_read_ends_its_calls_and_takes_no_
             async for _ in shared.outputs(cancel=pb.Done()):
                 pass
 
-        shared = Multiplex(Opened, lambda error: error)
+        shared = Multiplex(Opened, lambda error: error, lambda output: None)
         for count in (1, 2):
             call = asyncio.create_task(first(shared))
             closing = asyncio.create_task(shared.close())  # in the tick that begins the call
