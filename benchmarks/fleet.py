@@ -37,7 +37,7 @@ CPU_OF = ("trainers", "service")
 UNTOLD = """
 import sys
 from rollout.cli.main import main
-from rollout.fleet import call
+from rollout.fleet.calls import call
 call.INTERVAL = sys.maxsize
 sys.exit(main())
 """

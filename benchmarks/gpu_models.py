@@ -462,9 +462,9 @@ def fleet_run(report: Any, name: str) -> None:
     trainer's memory; beside the same update of one engine, in "updates".
     """
     from rollout import AsyncRollout, Rollout
-    from rollout.fleet.backend import FleetBackend
+    from rollout.fleet.coordination.record import Record
     from rollout.fleet.fleet import Fleet
-    from rollout.fleet.record import Record
+    from rollout.fleet.fronts.backend import FleetBackend
 
     settings: dict[str, Any] = {
         "device": DEVICE.type,

@@ -5,7 +5,7 @@
         [--limit SECONDS] [--rows FILE.jsonl] [--curve FILE.png]
 
 A line for each size, in turn; status 1, and a traceback, where a promise was broken. Times are the
-simulator's (rollout/fleet/simulator.py), whatever the machine. ``--fault-rate``: faults a second
+simulator's (rollout/fleet/simulation/), whatever the machine. ``--fault-rate``: faults a second
 in the whole fleet; ``--fault-every``: seconds from one fault of a member to its next, on average.
 ``--limit``, and SIGTERM, end a course after the update that is under way, and then let it come to
 rest. ``--rows`` has the figures appended; ``--curve`` draws all that it holds.
@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollout.fleet.findings import Weather
-from rollout.fleet.simulator import Simulation
+from rollout.fleet.simulation.findings import Weather
+from rollout.fleet.simulation.simulator import Simulation
 
 TELL = 60.0  # seconds between two words of a course that is under way
 

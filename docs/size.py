@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 ADDED = {
     "TRL, verl, Megatron-Core, LoRA, colocated ranks, ops": """integrations/* trainer_ops/*
         weight_sync/trainer/sources/lora.py api/adapters.py server/http/adapters.py api/rank*.py
-        engine/executors/external.py engine/executors/ray.py fleet/ray_launcher.py""",
+        engine/executors/external.py engine/executors/ray.py fleet/launching/ray_launcher.py""",
     "adapters served by themselves": """*/adapter*.py */*/adapter*.py */*/*/adapter*.py
         kernels/lora_linear/* kernels/native/lora.c
         loader/peft_adapter.py""",

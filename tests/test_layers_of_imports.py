@@ -45,7 +45,11 @@ def test_no_modules_import_each_other_in_a_circle(graph: grimp.ImportGraph) -> N
 
 def test_servers_know_no_kind_of_backend(graph: grimp.ImportGraph) -> None:
     """They stand over a ``ServedBackend``, which whoever starts them has made."""
-    for kind in ("rollout.api.embedded", "rollout.fleet.front", "rollout.fleet.backend"):
+    for kind in (
+        "rollout.api.embedded",
+        "rollout.fleet.fronts.front",
+        "rollout.fleet.fronts.backend",
+    ):
         named_by = graph.find_modules_that_directly_import(kind)
         assert named_by  # it is called so still
         assert not [name for name in named_by if name.startswith("rollout.server.")]

@@ -36,8 +36,8 @@ from rollout.rpc.address import split_address
 if TYPE_CHECKING:
     from rollout.config import EngineConfig
     from rollout.fleet.fleet import Fleet
-    from rollout.fleet.front import Front
-    from rollout.fleet.replicas import Launcher
+    from rollout.fleet.fronts.front import Front
+    from rollout.fleet.launching.replicas import Launcher
     from rollout.rpc.tls import ClientTls
     from rollout.server.service import Listening
 
@@ -99,7 +99,12 @@ async def serving_replicas(
 ) -> AsyncIterator[Up]:
     """``args.replicas`` engines that this process starts, served at one address."""
     from rollout.distributed import choose_device
-    from rollout.fleet.local_launcher import LocalLauncher, gpus_each, threads_each, visible_gpus
+    from rollout.fleet.launching.local_launcher import (
+        LocalLauncher,
+        gpus_each,
+        threads_each,
+        visible_gpus,
+    )
     from rollout.loader import resolve_model
 
     where = str(await asyncio.to_thread(
@@ -123,7 +128,7 @@ async def serving_on_ray(
     config: EngineConfig, at: Listening, args: argparse.Namespace
 ) -> AsyncIterator[Up]:
     """``args.replicas`` engines on the nodes of a Ray cluster, served at one address."""
-    from rollout.fleet.ray_launcher import RayLauncher
+    from rollout.fleet.launching.ray_launcher import RayLauncher
 
     # Whatever the nodes have there is theirs: only a path of this machine's is made whole.
     local = Path(config.model).exists()
@@ -156,9 +161,9 @@ async def _serving(
     engines that may outlive this process, with the record and the most that there may be; it names
     those that have.
     """
-    from rollout.fleet.backend import FleetBackend
-    from rollout.fleet.engine_process import START_LIMIT
-    from rollout.fleet.replicas import Replicas
+    from rollout.fleet.fronts.backend import FleetBackend
+    from rollout.fleet.launching.engine_process import START_LIMIT
+    from rollout.fleet.launching.replicas import Replicas
 
     needed = args.quorum or 1
     least = needed if args.min_replicas is None else args.min_replicas
@@ -193,7 +198,7 @@ async def _serving(
 @contextlib.asynccontextmanager
 async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncIterator[Up]:
     """Engines that run already, at ``args.engine``, served at one address."""
-    from rollout.fleet.backend import FleetBackend
+    from rollout.fleet.fronts.backend import FleetBackend
 
     token = args.engine_token or environment("ENGINE_TOKEN")
     fleet = _fleet(args.record or RECORD, args, client_tls(args, "engine_tls"))
@@ -208,8 +213,8 @@ async def serving_engines(at: Listening, args: argparse.Namespace) -> AsyncItera
 @contextlib.asynccontextmanager
 async def serving_routes(at: Listening, args: argparse.Namespace) -> AsyncIterator[Up]:
     """The fleet of the front at ``args.coordinator``, served at one more address."""
-    from rollout.fleet.routed_fleet import RoutedFleet
-    from rollout.fleet.routing_front import RoutingFront
+    from rollout.fleet.fronts.routed_fleet import RoutedFleet
+    from rollout.fleet.fronts.routing_front import RoutingFront
     from rollout.rpc.client import RolloutClient
     from rollout.rpc.tls import ServerTls
 
@@ -358,8 +363,8 @@ def _reached_by(args: argparse.Namespace) -> list[str]:
 
 
 def _fleet(record: str, args: argparse.Namespace, tls: ClientTls | None = None) -> Fleet:
+    from rollout.fleet.coordination.record import Record
     from rollout.fleet.fleet import Fleet
-    from rollout.fleet.record import Record
 
     if args.lease <= 0:
         raise ConfigError("--lease must be a positive number of seconds")

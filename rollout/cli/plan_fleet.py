@@ -1,6 +1,6 @@
 """``rollout plan --hosts``: what an update through a fleet's front would move.
 
-Who is sent the bytes by whom is asked of ``fleet.ways``, by which a front goes, too.
+Who is sent the bytes by whom is asked of ``updates.ways`` of a fleet, by which a front goes, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollout.errors import ConfigError
-from rollout.fleet.ways import AHEAD, FRONT, Way, ways
+from rollout.fleet.updates.ways import AHEAD, FRONT, Way, ways
 from rollout.rpc.status import CHUNK
 from rollout.weight_sync.transports.shared_memory import MAX_HALF
 

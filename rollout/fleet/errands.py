@@ -19,10 +19,10 @@ from rollout.errors import (
     RolloutError,
     TransferFailed,
 )
-from rollout.fleet.actions import Action, Adapters, Ask, Check, Fill, Tell, Write
-from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.coordination.actions import Action, Adapters, Ask, Check, Fill, Tell, Write
+from rollout.fleet.coordination.coordinator import Coordinator
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.link import Link
-from rollout.fleet.record import Record
 from rollout.weight_sync.protocol.adapters import digest_of_all, held_adapters
 from rollout.weight_sync.protocol.digests import MASK, total
 from rollout.weight_sync.protocol.messages import WeightInfo

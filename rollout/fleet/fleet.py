@@ -19,14 +19,14 @@ from rollout.errors import (
     RolloutError,
 )
 from rollout.fleet import late
-from rollout.fleet.actions import Action, Adapters, Ask, Ended, Promise
-from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.coordination.actions import Action, Adapters, Ask, Ended, Promise
+from rollout.fleet.coordination.coordinator import Coordinator
+from rollout.fleet.coordination.member import describe
+from rollout.fleet.coordination.member_log import MemberLog
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.directory import Directory
 from rollout.fleet.errands import Errands
 from rollout.fleet.link import Link, let_go
-from rollout.fleet.member import describe
-from rollout.fleet.member_log import MemberLog
-from rollout.fleet.record import Record
 from rollout.rpc.address import split_address
 from rollout.rpc.tls import ClientTls
 from rollout.weight_sync.protocol.membership import Grant, Standing

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rollout.errors import ConfigError, EngineClosed, RolloutError
-from rollout.fleet.hosts import cards_of, place_of
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls
@@ -143,3 +142,15 @@ def let_go(link: Link, grant: Grant) -> RolloutError | None:
     finally:
         link.close()
     return None
+
+
+def place_of(info: WeightInfo) -> str:
+    """Names the memory that a member's ranks can map; "" where they share none."""
+    can = info.device == "cpu" and "ipc" in info.transports and "shares" in info.features
+    return info.host if can else ""
+
+
+def cards_of(info: WeightInfo) -> frozenset[str]:
+    """UUIDs of the GPUs of its host whose memory a member's ranks can map beside other members'."""
+    can = "ipc" in info.transports and {"cards", "regions"} <= set(info.features)
+    return frozenset(info.reaches if can and info.host and all(info.devices) else ())

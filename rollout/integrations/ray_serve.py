@@ -19,7 +19,7 @@ from typing import Any
 
 from rollout.distributed.child_environment import hub_tokens
 from rollout.errors import ConfigError, WorkerDied
-from rollout.fleet.engine_process import ServiceProcess
+from rollout.fleet.launching.engine_process import ServiceProcess
 
 _LOOK = 2.0  # seconds between Serve's questions
 

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from rollout import AsyncRollout, Rollout
-from rollout.fleet.backend import FleetBackend
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
-from rollout.fleet.routed_fleet import RoutedFleet
-from rollout.fleet.routing_front import RoutingFront
+from rollout.fleet.fronts.backend import FleetBackend
+from rollout.fleet.fronts.routed_fleet import RoutedFleet
+from rollout.fleet.fronts.routing_front import RoutingFront
 from rollout.rpc.client import RolloutClient
 
 ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 256}

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from rollout import ConfigError, DeadlineExceeded, EngineConfig, Rollout
 from rollout.engine.executors import ray as executor
-from rollout.fleet import ray_launcher
+from rollout.fleet.launching import ray_launcher
 
 model, other, which = sys.argv[1:]
 LIMIT = 120.0  # seconds of each wait

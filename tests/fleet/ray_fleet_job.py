@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from rollout import ConfigError, EngineConfig, Rollout
 from rollout.engine.executors import ray as executor
-from rollout.fleet.ray_launcher import RayLauncher
+from rollout.fleet.launching.ray_launcher import RayLauncher
 
 model, other, record = sys.argv[1:]
 asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}

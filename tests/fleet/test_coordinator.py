@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from rollout.errors import VersionConflict
-from rollout.fleet.actions import Ask, Check, Ended, Fill, Promise, Tell, Write
-from rollout.fleet.coordinator import Coordinator
+from rollout.fleet.coordination.actions import Ask, Check, Ended, Fill, Promise, Tell, Write
+from rollout.fleet.coordination.coordinator import Coordinator
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 from rollout.weight_sync.protocol.membership import Grant, Standing
 

@@ -5,9 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from rollout.fleet.findings import Weather
-from rollout.fleet.simulator import Simulation
-from rollout.fleet.update import Phase
+from rollout.fleet.coordination.update import Phase
+from rollout.fleet.simulation.findings import Weather
+from rollout.fleet.simulation.simulator import Simulation
 
 WEATHER = Weather(delay=0.02, stage=0.1, disk=0.1)  # so that every phase lasts
 FAULTS = (

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rollout.fleet.findings import Weather
-from rollout.fleet.simulator import Simulation
+from rollout.fleet.simulation.findings import Weather
+from rollout.fleet.simulation.simulator import Simulation
 
 # `make soak` sets it: 25 courses take about two seconds.
 COURSES = int(os.environ.get("ROLLOUT_TEST_FLEETS", "25"))

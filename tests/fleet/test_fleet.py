@@ -25,8 +25,8 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
 from rollout.weight_sync.protocol.membership import Grant
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}

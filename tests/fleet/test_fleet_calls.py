@@ -10,11 +10,11 @@ import pytest
 
 from rollout import Rollout
 from rollout.errors import EngineClosed
-from rollout.fleet.call import INTERVAL, FleetCall
-from rollout.fleet.calls import Calls
-from rollout.fleet.hold import Hold
+from rollout.fleet.calls.call import INTERVAL, FleetCall
+from rollout.fleet.calls.calls import Calls
+from rollout.fleet.calls.hold import Hold
+from rollout.fleet.fronts.stats import summed
 from rollout.fleet.link import Link
-from rollout.fleet.stats import summed
 from rollout.generation import (
     Completion,
     ContinuedPrompt,

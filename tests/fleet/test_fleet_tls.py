@@ -11,8 +11,8 @@ from fleet_front import LEASE, Front
 from shared_engines import eventually
 
 from rollout.errors import ConfigError
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.server.grpc.server import serve
 

@@ -12,9 +12,9 @@ from safetensors.torch import save, save_file
 
 from rollout import AsyncRollout, Rollout
 from rollout.errors import ConfigError
-from rollout.fleet.backend import FleetBackend
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
+from rollout.fleet.fronts.backend import FleetBackend
 from rollout.server.http.app import build_app
 
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0}

@@ -13,9 +13,9 @@ from shared_engines import eventually
 
 from rollout import AsyncRollout
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed
-from rollout.fleet.backend import FleetBackend
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
+from rollout.fleet.fronts.backend import FleetBackend
 from rollout.server.http.app import build_app
 
 NOBODY = "127.0.0.1:1"  # a port that needs root

@@ -11,9 +11,9 @@ from tiny_models import write_tiny
 from rollout import Rollout
 from rollout.cli.plan_fleet import plan_fleet
 from rollout.errors import ConfigError, EngineClosed, TransferFailed
-from rollout.fleet.hosts import CardMemory
 from rollout.fleet.link import Link
-from rollout.fleet.ways import ways
+from rollout.fleet.updates.hosts import CardMemory
+from rollout.fleet.updates.ways import ways
 from rollout.rpc.update_channel import GrpcWeightChannel
 from rollout.server.grpc.relay import Forwarder
 from rollout.server.grpc.sharing import SharingChannel

@@ -11,10 +11,10 @@ from test_leaving import FLAGS, PROMPTS, row, tokens
 from test_processes import wait_serving
 
 from rollout import Rollout
-from rollout.fleet.actions import Ask, Check, Fill, Write
-from rollout.fleet.coordinator import Coordinator
-from rollout.fleet.findings import Weather
-from rollout.fleet.simulator import Simulation
+from rollout.fleet.coordination.actions import Ask, Check, Fill, Write
+from rollout.fleet.coordination.coordinator import Coordinator
+from rollout.fleet.simulation.findings import Weather
+from rollout.fleet.simulation.simulator import Simulation
 
 ANOTHER = {"epoch": 1234, "version": 0}  # a process in the place of one that has ended
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rollout.errors import ConfigError, UpdateInProgress
-from rollout.fleet.record import FILE, Record
+from rollout.fleet.coordination.record import FILE, Record
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 
 

@@ -10,10 +10,10 @@ import torch
 from fleet_front import LEASE, Front
 
 from rollout.errors import EngineClosed, VersionConflict
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
-from rollout.fleet.transaction import Transaction
-from rollout.fleet.update_log import UpdateLog
+from rollout.fleet.updates.transaction import Transaction
+from rollout.fleet.updates.update_log import UpdateLog
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 
 WAIT = 30.0  # seconds: for hangs

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.fleet.engine_process import pass_on
-from rollout.fleet.local_launcher import LocalLauncher, gpus_each, threads_each, visible_gpus
+from rollout.fleet.launching.engine_process import pass_on
+from rollout.fleet.launching.local_launcher import (
+    LocalLauncher,
+    gpus_each,
+    threads_each,
+    visible_gpus,
+)
 
 
 def test_every_replica_has_gpus_of_its_own_and_sees_the_others(monkeypatch):

@@ -11,10 +11,10 @@ from shared_engines import eventually
 
 from rollout import AsyncRollout, Rollout
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, WorkerDied
-from rollout.fleet.backend import FleetBackend
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
-from rollout.fleet.replicas import End, Replicas
+from rollout.fleet.fronts.backend import FleetBackend
+from rollout.fleet.launching.replicas import End, Replicas
 from rollout.server.http.app import build_app
 
 

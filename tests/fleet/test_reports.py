@@ -9,10 +9,10 @@ from shared_engines import eventually, standing_still
 
 from rollout.engine.recent_beginnings import ENTRY, KEPT, MOST, RecentBeginnings
 from rollout.errors import InvalidRequest, TransferFailed
-from rollout.fleet.beginning import CHUNK_TOKENS, Beginning
-from rollout.fleet.call import FleetCall
-from rollout.fleet.reports import entries_of
-from rollout.fleet.router import Router
+from rollout.fleet.calls.beginning import CHUNK_TOKENS, Beginning
+from rollout.fleet.calls.call import FleetCall
+from rollout.fleet.calls.reports import entries_of
+from rollout.fleet.calls.router import Router
 from rollout.generation import SamplingParams
 from rollout.weight_sync.protocol.membership import Report
 from rollout.wire.codec import from_json, to_json

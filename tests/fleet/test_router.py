@@ -1,7 +1,7 @@
 """Prompts go where their beginning has been, unless too much waits there."""
 
-from rollout.fleet.beginning import CHUNK_TOKENS
-from rollout.fleet.router import Router, load_of
+from rollout.fleet.calls.beginning import CHUNK_TOKENS
+from rollout.fleet.calls.router import Router, load_of
 from rollout.weight_sync.protocol.membership import Standing
 
 IDLE = {"a": 0.0, "b": 0.0, "c": 0.0}

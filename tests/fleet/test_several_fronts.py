@@ -11,9 +11,9 @@ from shared_engines import eventually
 
 from rollout import AsyncRollout, Rollout, SamplingParams
 from rollout.errors import ConfigError, EngineClosed, VersionConflict
+from rollout.fleet.fronts.routed_fleet import RoutedFleet
+from rollout.fleet.fronts.routing_front import RoutingFront
 from rollout.fleet.link import Link
-from rollout.fleet.routed_fleet import RoutedFleet
-from rollout.fleet.routing_front import RoutingFront
 from rollout.rpc.client import RolloutClient
 from rollout.server.http.app import build_app
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollout.errors import RolloutError
-from rollout.fleet.findings import Violation, Weather
-from rollout.fleet.simulated_member import SimulatedMember
-from rollout.fleet.simulator import Simulation
+from rollout.fleet.simulation.findings import Violation, Weather
+from rollout.fleet.simulation.simulated_member import SimulatedMember
+from rollout.fleet.simulation.simulator import Simulation
 
 
 def course(seed: int, updates: int, faults: int):
@@ -106,8 +106,8 @@ def test_a_member_that_refuses_what_it_is_sent_is_tried_ever_less_often(monkeypa
 
 def test_the_simulator_sees_a_broken_promise(monkeypatch):
     """A coordinator that answers commits without waiting for leases is found out."""
-    from rollout.fleet.actions import Ended
-    from rollout.fleet.coordinator import Coordinator
+    from rollout.fleet.coordination.actions import Ended
+    from rollout.fleet.coordination.coordinator import Coordinator
 
     def hasty(self, now):
         update = self.update

@@ -13,7 +13,7 @@ from shared_engines import eventually, standing_still
 from test_processes import resumed
 
 from rollout import Rollout
-from rollout.fleet import call as fleet_call
+from rollout.fleet.calls import call as fleet_call
 
 SAME_BITS = pytest.mark.parametrize("engines", [{"deterministic": True}], indirect=True, ids=[""])
 LONG = {"max_tokens": 200, "temperature": 1.0, "seed": 11, "ignore_eos": True}

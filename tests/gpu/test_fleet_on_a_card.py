@@ -207,7 +207,7 @@ def test_a_member_that_maps_nothing_is_sent_bytes_beside_those_that_do(
     """One of another host, or one whose driver refuses: that costs one update, which says why. The
     front may be elsewhere, too.
     """
-    for module in ("backend", "channel"):
+    for module in ("fronts.backend", "updates.channel"):
         monkeypatch.setattr(f"rollout.fleet.{module}.host_id", lambda: "the front's")
     near, far = fleet.front.fleet.links()
     fleet.befalls("refused")

@@ -13,11 +13,11 @@ from trainer_ranks import CountedGathers, DeltaTrainerRanks
 
 from rollout import AsyncRollout, Rollout
 from rollout.errors import TransferFailed
-from rollout.fleet.backend import FleetBackend
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.record import Record
-from rollout.fleet.routed_fleet import RoutedFleet
-from rollout.fleet.routing_front import RoutingFront
+from rollout.fleet.fronts.backend import FleetBackend
+from rollout.fleet.fronts.routed_fleet import RoutedFleet
+from rollout.fleet.fronts.routing_front import RoutingFront
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.transports.inline import GrpcStream

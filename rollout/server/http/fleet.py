@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.api.backend import Members, StartedMembers
 from rollout.errors import ConfigError
-from rollout.fleet.replicas import is_name
+from rollout.fleet.launching.replicas import is_name
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 
