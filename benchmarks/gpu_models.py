@@ -31,7 +31,7 @@ from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.op import Op
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch
 from rollout.models.model import Model as Instance
 from rollout.wire.codec import from_plain, to_plain

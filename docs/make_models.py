@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # what it tells of lies beside it
 
 from rollout.models.arch import Arch
-from rollout.models.native_blocks import knows
+from rollout.models.decoder.native_blocks import knows
 from rollout.models.registry import built_in
 from rollout.trainer_ops.patch import SUPPORTED
 
@@ -172,7 +172,7 @@ def memory() -> Iterable[str]:
 
     from rollout.engine.kv_cache import KVShape
     from rollout.engine.state_cache import StateShape
-    from rollout.models.config import ModelConfig
+    from rollout.models.config.model import ModelConfig
 
     for name, sizes in SIZES.items():
         values = getattr(transformers, name).config_class(**sizes).to_dict()
@@ -236,8 +236,8 @@ def windows() -> Iterable[str]:
     import transformers
 
     from rollout.engine.kv_cache import KVShape
-    from rollout.models.config import ModelConfig
-    from rollout.models.kv_groups import blocks_of_sequence
+    from rollout.models.config.model import ModelConfig
+    from rollout.models.decoder.kv_groups import blocks_of_sequence
 
     for model, (name, sizes) in SLIDING.items():
         values = getattr(transformers, name).config_class(**sizes).to_dict()

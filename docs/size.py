@@ -29,9 +29,9 @@ ADDED = {
     "hybrid and latent models, images, models by transformers": """models/*latent* kernels/*delta*
         models/*delta* models/layers/latent* models/layers/delta* kernels/causal_conv/*
         models/*mamba* models/layers/mamba* models/layers/conv* kernels/ssd_scan/*
-        models/chunks.py engine/state_* engine/snapshot.py models/transformers_* models/*vision*
+        models/*chunks.py engine/state_* engine/snapshot.py models/transformers_* models/*vision*
         engine/images/* generation/images.py api/image_inputs.py models/text_config.py
-        models/held_tensors.py""",
+        models/config/text.py models/held_tensors.py""",
     "several components at one commit": """models/components.py weights/components.py
         engine/worker/held_component.py weight_sync/trainer/sources/components.py""",
     "weights in fewer bits": """weights/files/scaled.py weights/files/mxfp4.py weights/*quant*

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rollout.models.blocks import DecoderBlock
 from rollout.models.causal_lm import CausalLM
-from rollout.models.chunks import within_chunks
+from rollout.models.decoder.blocks import DecoderBlock
+from rollout.models.decoder.chunks import within_chunks
+from rollout.models.decoder.moe import SparseMoE, route
 from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
 from rollout.models.layers.attention import Attention
 from rollout.models.layers.norm import Norm
-from rollout.models.moe import SparseMoE, route
 
 BLOCK = 16  # tokens of one KV block
 # By kind of module: what rounding alone may differ by, relative to the root mean square, in units

@@ -194,7 +194,7 @@ def _wants(
     """The tensors in file form, and what each rank of one engine takes of each."""
     from rollout.distributed import TensorParallel
     from rollout.models.build import build_model
-    from rollout.models.config import ModelConfig
+    from rollout.models.config.model import ModelConfig
     from rollout.weights.box import disjoint
 
     config = _config(model, ModelConfig)

@@ -65,7 +65,7 @@ from rollout.errors import (
 from rollout.generation import Request
 from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.loader import copy_side_files, portable
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
 from rollout.wire.frames import Reply, dtype_from_name
 

@@ -18,7 +18,7 @@ from rollout.config import EngineConfig
 from rollout.engine.block_manager import BlockManager, PrefixHit, chained
 from rollout.engine.sequence import Sequence as Request
 from rollout.engine.state_slots import StateSlots
-from rollout.models.kv_groups import KVGroup
+from rollout.models.decoder.kv_groups import KVGroup
 
 
 class GroupedBlockManager(BlockManager):

@@ -9,9 +9,9 @@ import torch
 
 from rollout.engine.state_cache import StateCache
 from rollout.errors import ConfigError, EngineClosed
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
+from rollout.models.decoder.kv_groups import KVGroup, kv_groups
 from rollout.models.forward import LayerKV
-from rollout.models.kv_groups import KVGroup, kv_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

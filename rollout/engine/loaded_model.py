@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.engine.tokenizer import Tokenizer
 from rollout.generation import Labels
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError
-from rollout.models.kv_groups import KVGroup, blocks_of_sequence, groups_told
+from rollout.models.decoder.kv_groups import KVGroup, blocks_of_sequence, groups_told
 
 CPU_DEFAULT_BYTES = 4 << 30
 CPU_SHARE = 0.25  # of what is free once the shadow is reserved

@@ -12,10 +12,10 @@ from rollout.config import EngineConfig
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import ConfigError
 from rollout.loader import find_loader, is_remote, resolve_model, resolve_tokenizer
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.module_map import ModuleMap
 from rollout.models.registry import Registry
-from rollout.models.remote_code import RemoteCode
+from rollout.models.transformers_backend.remote_code import RemoteCode
 from rollout.weights.quantization import MXFP4
 from rollout.wire.frames import dtype_from_name
 

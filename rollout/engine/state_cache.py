@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.engine.memory import to_device
 from rollout.errors import ConfigError
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.forward import LayerKV
 
 

@@ -10,10 +10,10 @@ from torch import nn
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.kernels.linear import reads_tiles
-from rollout.models.adapter_slots import AdapterSlots
+from rollout.models.adapters.slots import AdapterSlots
 from rollout.models.arch import Arch
 from rollout.models.causal_lm import CausalLM
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.determinism import check_deterministic
 from rollout.models.foreign import ForeignCausalLM
 from rollout.models.layers.base import Build
@@ -21,7 +21,7 @@ from rollout.models.model import Model
 from rollout.models.registry import Registry
 from rollout.models.transformers_lm import TransformersCausalLM
 from rollout.models.vision_lm import VisionCausalLM
-from rollout.models.weight_table import WeightTable
+from rollout.models.weight_io.table import WeightTable
 from rollout.weights import TensorMeta
 from rollout.weights.quantization import SCHEMES
 

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from rollout.kernels.op import are_watched
-from rollout.models.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
-from rollout.models.chunks import within_chunks
+from rollout.models.adapters.instance import InstanceAdapters
+from rollout.models.config.layer import RopeConfig
+from rollout.models.decoder.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
+from rollout.models.decoder.chunks import within_chunks
+from rollout.models.decoder.kv_groups import kv_groups
+from rollout.models.decoder.moe import SparseMoE
+from rollout.models.decoder.native_blocks import NativeBlocks
 from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
-from rollout.models.instance_adapters import InstanceAdapters
-from rollout.models.kv_groups import kv_groups
-from rollout.models.layer_config import RopeConfig
 from rollout.models.layers.base import Build, Layer
 from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
 from rollout.models.layers.score_head import ScoreHead
 from rollout.models.model import HEAD, Model
-from rollout.models.moe import SparseMoE
-from rollout.models.native_blocks import NativeBlocks
-from rollout.models.weight_table import build_table
+from rollout.models.weight_io.table import build_table
 
 
 class CausalLM(Model):

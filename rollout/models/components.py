@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.model import Model
-from rollout.models.slot_io import SlotIO
-from rollout.models.weight_table import WeightTable
+from rollout.models.weight_io.slots import SlotIO
+from rollout.models.weight_io.table import WeightTable
 from rollout.weights import WeightSlot
 from rollout.weights.components import POLICY, qualified, qualified_names
 from rollout.weights.spellings import Spellings

@@ -24,8 +24,8 @@ from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import EMBEDDING, HEAD, Model
-from rollout.models.weight_load import WeightLoad
-from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
+from rollout.models.weight_io.load import WeightLoad
+from rollout.models.weight_io.table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, LazyTensor, Shape, TensorMeta, WeightSlot, WeightValue
 from rollout.weights.names import weight_dtype
 from rollout.weights.spellings import Spellings

@@ -13,7 +13,7 @@ from rollout.errors import ConfigError
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
-from rollout.models.weight_table import ParamSpec, WeightTable
+from rollout.models.weight_io.table import ParamSpec, WeightTable
 from rollout.weights import CASTABLE, PLAIN, Box, TensorMeta, WeightSlot
 from rollout.weights.names import weight_dtype
 from rollout.weights.spellings import Spellings

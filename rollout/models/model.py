@@ -13,10 +13,10 @@ from rollout.errors import ConfigError
 from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
-from rollout.models.quantized_io import QuantizedIO
-from rollout.models.slot_io import SlotIO
-from rollout.models.weight_load import LoadReport, WeightLoad
-from rollout.models.weight_table import DIGESTS, WeightTable
+from rollout.models.weight_io.load import LoadReport, WeightLoad
+from rollout.models.weight_io.quantized import QuantizedIO
+from rollout.models.weight_io.slots import SlotIO
+from rollout.models.weight_io.table import DIGESTS, WeightTable
 from rollout.weights import TensorMeta, WeightSlot, WeightValue
 from rollout.weights.names import weight_dtype
 

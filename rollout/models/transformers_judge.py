@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
-from rollout.models.transformers_interface import EAGER, NAME, Step
-from rollout.models.transformers_passes import Together
+from rollout.models.transformers_backend.interface import EAGER, NAME, Step
+from rollout.models.transformers_backend.passes import Together
 
 # Tokens of each step: of two sequences alike, and a shorter one between them.
 STEPS = ((9, 4, 9), (4, 4, 4), (1, 1, 1))

@@ -19,22 +19,22 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.module_map import replace_modules
-from rollout.models.transformers_arguments import cache_argument, position_arguments
-from rollout.models.transformers_cache import PassCache
-from rollout.models.transformers_classes import load_class
-from rollout.models.transformers_construct import construct
-from rollout.models.transformers_interface import EAGER, NAME, AttentionCall, bind
+from rollout.models.transformers_backend.arguments import cache_argument, position_arguments
+from rollout.models.transformers_backend.cache import PassCache
+from rollout.models.transformers_backend.classes import load_class
+from rollout.models.transformers_backend.construct import construct
+from rollout.models.transformers_backend.interface import EAGER, NAME, AttentionCall, bind
+from rollout.models.transformers_backend.passes import Pass, Together, passes
+from rollout.models.transformers_backend.plan import cut, cut_table
 from rollout.models.transformers_judge import judge
-from rollout.models.transformers_passes import Pass, Together, passes
-from rollout.models.transformers_plan import cut, cut_table
-from rollout.models.weight_table import IGNORED, ParamSpec, WeightTable, check_table
+from rollout.models.weight_io.table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.names import weight_dtype
 from rollout.weights.spellings import Spellings
 
 
 class TransformersCausalLM(Model):
-    """One rank's instance; over several it is cut by a plan (``transformers_plan.py``).
+    """One rank's instance; over several it is cut by a plan (``transformers_backend/plan.py``).
 
     Weights come through slots as anywhere: the parameters, and the buffers that files have, in the
     spelling of the files or of the modules. After the first load its logits are compared with those

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rollout.models.causal_lm import CausalLM
+from rollout.models.decoder.vision_tower import VisionTower
 from rollout.models.layers.base import Build
-from rollout.models.vision_tower import VisionTower
 
 
 class VisionCausalLM(CausalLM):

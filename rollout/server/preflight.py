@@ -22,9 +22,9 @@ from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.native import library, native_status
 from rollout.loader import open_location
 from rollout.models.build import build_model, build_tables, slots_beside
-from rollout.models.config import ModelConfig
-from rollout.models.transformers_ranks import OverRanks
-from rollout.models.weight_table import WeightTable, check_tables
+from rollout.models.config.model import ModelConfig
+from rollout.models.transformers_backend.ranks import OverRanks
+from rollout.models.weight_io.table import WeightTable, check_tables
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import is_idle_bias, placed
 from rollout.wire.frames import dtype_name

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from rollout.errors import ConfigError
 from rollout.kernels import finish_sums, fused_experts
 from rollout.kernels.batch_invariant_linear import tree_sum
-from rollout.models.blocks import DecoderBlock
 from rollout.models.causal_lm import CausalLM
+from rollout.models.decoder.blocks import DecoderBlock
+from rollout.models.decoder.moe import SparseMoE, route
 from rollout.models.layers.activations import sigmoid
 from rollout.models.layers.ordered_experts import ordered_experts
 from rollout.models.layers.router import BIAS, Router
-from rollout.models.moe import SparseMoE, route
 from rollout.trainer_ops.functions import linear, through
 from rollout.trainer_ops.modules import INSTEAD, Forward, apply_linear
 from rollout.weights import PLAIN

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.kernels.linear import reads_tiles
-from rollout.models.blocks import DecoderBlock
 from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
+from rollout.models.decoder.blocks import DecoderBlock
 from rollout.models.layers.attention import Attention
 from rollout.models.layers.rotary import Rotary
 from rollout.trainer_ops.mixtures import forwards_of

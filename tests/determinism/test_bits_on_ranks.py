@@ -19,7 +19,7 @@ from rollout import Rollout, SamplingParams
 from rollout.distributed import TensorParallel
 from rollout.engine.facts import differing_facts
 from rollout.errors import ConfigError
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.layers.activations import gelu_tanh, sigmoid
 
 SIZES = (1, 2, 4)

@@ -16,7 +16,7 @@ from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.errors import ConfigError
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 
 ENGINES, BATCHES = 10, 3  # of each dtype
 

@@ -32,7 +32,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.models.adapter_model import AdapterModel
+from rollout.models.adapters.model import AdapterModel
 from rollout.weight_sync.protocol.committed import Committed, DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.versions.store import LocalStore

@@ -17,8 +17,8 @@ from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.engine.adapter_places import AdapterPlaces
 from rollout.engine.updates.live_weights import live_adapters
 from rollout.errors import ConfigError, WeightMismatch
-from rollout.models.instance_adapters import InstanceAdapters
-from rollout.models.linear_adapters import ActiveRows, LinearAdapters
+from rollout.models.adapters.instance import InstanceAdapters
+from rollout.models.adapters.linear import ActiveRows, LinearAdapters
 from rollout.weights import Box, WeightSlot
 from rollout.weights.adapters import DORA, AdapterSpec, ModuleSpec
 

@@ -15,7 +15,7 @@ from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import ScheduledBatch, Sequence, Status
 from rollout.engine.state_slots import StateSlots
 from rollout.generation import SamplingParams
-from rollout.models.kv_groups import KVGroup
+from rollout.models.decoder.kv_groups import KVGroup
 
 
 class Bench:

@@ -15,7 +15,7 @@ from rollout.config import EngineConfig
 from rollout.engine.block_manager import chained
 from rollout.engine.memory_plan import size_kv
 from rollout.errors import ConfigError
-from rollout.models.kv_groups import KVGroup
+from rollout.models.decoder.kv_groups import KVGroup
 
 SLIDING = KVGroup(layers=(0, 1), window=6)
 FULL = KVGroup(layers=(2, 3))

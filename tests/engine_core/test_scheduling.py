@@ -14,7 +14,7 @@ from rollout.engine.block_manager import BlockManager
 from rollout.engine.cache_root import CacheRoot
 from rollout.engine.sequence import Sequence, Status
 from rollout.generation import SamplingParams, VersionSpan
-from rollout.models.kv_groups import KVGroup
+from rollout.models.decoder.kv_groups import KVGroup
 
 
 def prompt(length: int, first: int = 0) -> list[int]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from rollout.engine.batch import decode_batch, with_drawn
 from rollout.engine.worker.job_thread import JobThread
 from rollout.errors import RolloutError, WorkerDied
-from rollout.models.kv_groups import KVGroup
+from rollout.models.decoder.kv_groups import KVGroup
 
 VOCAB = 97
 MAX_LEN = 256

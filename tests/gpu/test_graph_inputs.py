@@ -265,7 +265,7 @@ def test_a_pinned_instance_keeps_its_addresses_over_a_commit(tiny_qwen3: Path) -
     from rollout.distributed import TensorParallel
     from rollout.engine.worker.weight_instances import ModelInstances
     from rollout.models.build import build_model
-    from rollout.models.config import ModelConfig
+    from rollout.models.config.model import ModelConfig
     from rollout.models.model import Model
 
     config = ModelConfig.from_directory(tiny_qwen3)

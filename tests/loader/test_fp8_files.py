@@ -14,7 +14,7 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, SourceFailed
 from rollout.loader import open_checkpoint
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.weights import Box
 
 NAME = "model.layers.0.mlp.gate_proj.weight"

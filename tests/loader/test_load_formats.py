@@ -25,7 +25,7 @@ from rollout.loader import LoadRequest, find_loader, open_checkpoint, portable, 
 from rollout.loader.remote import RemoteReader
 from rollout.loader.sharded_state import ShardedFiles, save_shard
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.weights import Box
 
 CPU = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32, "dtype": "float32"}
@@ -332,7 +332,7 @@ import torch
 from rollout.distributed import TensorParallel
 from rollout.loader import open_checkpoint
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 
 def own():
     for line in open("/proc/self/status"):

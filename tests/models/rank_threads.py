@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.model import Model
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rollout.distributed import TensorParallel
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.registry import Registry
-from rollout.models.weight_table import check_tables
+from rollout.models.weight_io.table import check_tables
 
 ROWS = [29, 6, 43]
 STEPS = ([20, 3, 11], [8, 2, 31], [1, 1, 1])

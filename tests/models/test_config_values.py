@@ -12,7 +12,7 @@ import transformers_sweep
 from huggingface_hub.errors import StrictDataclassError
 
 from rollout.errors import ConfigError
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 
 WRONG = ["1e6", -1, float("nan"), 10**400, {"a": 1}]
 FEW = ["x", [[1]]]

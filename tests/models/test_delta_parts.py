@@ -17,9 +17,9 @@ from rollout import Rollout
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
-from rollout.models.weight_load import WeightLoad
-from rollout.models.weight_table import ParamSpec, WeightTable
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.load import WeightLoad
+from rollout.models.weight_io.table import ParamSpec, WeightTable
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import PLAIN, Box, TensorMeta, TensorPiece, WeightSlot
 from rollout.weights.spellings import Spellings

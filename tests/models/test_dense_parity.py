@@ -15,8 +15,8 @@ from torch import Tensor
 from rollout.cli.main import main
 from rollout.distributed import TensorParallel
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
-from rollout.models.weight_table import check_tables
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.table import check_tables
 
 SHAPES: dict[str, dict[str, Any]] = {
     "odd": {"vocab_size": 317, "num_key_value_heads": 4, "intermediate_size": 84},

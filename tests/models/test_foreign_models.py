@@ -15,9 +15,9 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, InvalidRequest, WeightMismatch
 from rollout.kernels import digest
 from rollout.models.build import build_model, build_tables
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.registry import Registry
-from rollout.models.weight_table import check_tables
+from rollout.models.weight_io.table import check_tables
 from rollout.server.preflight import check
 from rollout.weight_sync.protocol.digests import combine, slot_rows
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece

@@ -12,7 +12,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.registry import Registry
 
 BF16, F32 = torch.bfloat16, torch.float32

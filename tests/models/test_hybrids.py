@@ -18,7 +18,7 @@ from rollout.engine import loop
 from rollout.engine.state_cache import StateCache, StateShape
 from rollout.errors import ConfigError
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.server.preflight import check
 
 SETTINGS = {

@@ -18,8 +18,8 @@ from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.grouped_blocks import GroupedBlockManager
 from rollout.engine.kv_cache import KVShape
-from rollout.models.config import ModelConfig
-from rollout.models.kv_groups import blocks_of_sequence, kv_groups
+from rollout.models.config.model import ModelConfig
+from rollout.models.decoder.kv_groups import blocks_of_sequence, kv_groups
 
 RELEASES = Path(__file__).parent / "releases"
 # Sliding layers; groups; layers of a page; blocks of 32 that 32,768 tokens hold, in steps of 2048.

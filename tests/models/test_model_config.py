@@ -7,8 +7,8 @@ import torch
 from tiny_models import write_tiny
 
 from rollout.errors import ConfigError
-from rollout.models.config import ModelConfig
-from rollout.models.layer_config import FULL, SLIDES, LayerConfig, RopeConfig
+from rollout.models.config.layer import FULL, SLIDES, LayerConfig, RopeConfig
+from rollout.models.config.model import ModelConfig
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

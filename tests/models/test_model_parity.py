@@ -8,7 +8,7 @@ from rank_threads import Session, loaded, prompts, reference, run_ranks
 from tiny_models import write_tiny
 
 from rollout.distributed import TensorParallel
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 
 SHAPES = {
     "heads of 12, vocabulary with padding": {

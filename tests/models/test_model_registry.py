@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rollout.errors import ConfigError
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.registry import Registry
 
 
@@ -53,7 +53,7 @@ def test_a_class_that_cannot_be_imported_is_a_config_error():
 
 def test_reading_a_config_imports_neither_models_nor_transformers():
     code = (
-        "import sys, rollout.models.config;"
+        "import sys, rollout.models.config.model;"
         "bad = {'transformers', 'rollout.models.causal_lm'};"
         "sys.exit(' '.join(bad & set(sys.modules)) or 0)"
     )

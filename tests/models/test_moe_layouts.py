@@ -18,8 +18,8 @@ from rollout.errors import WeightMismatch
 from rollout.kernels import digest
 from rollout.loader import open_checkpoint
 from rollout.models.build import build_model, build_tables
-from rollout.models.config import ModelConfig
-from rollout.models.weight_table import check_tables
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.table import check_tables
 from rollout.weight_sync.protocol.digests import combine, slot_rows
 from rollout.weight_sync.protocol.fit import differences
 from rollout.weight_sync.trainer.sources.detect import detect

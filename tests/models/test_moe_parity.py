@@ -12,8 +12,8 @@ from tiny_models import write_tiny
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
-from rollout.models.weight_table import check_tables
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.table import check_tables
 from rollout.weights import SparsePatch
 
 # (ranks, expert parallel)

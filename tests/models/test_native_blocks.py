@@ -17,8 +17,8 @@ from rollout.kernels.native import library
 from rollout.kernels.op import watch_ops
 from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
-from rollout.models.config import ModelConfig
-from rollout.models.native_blocks import NativeBlocks, knows
+from rollout.models.config.model import ModelConfig
+from rollout.models.decoder.native_blocks import NativeBlocks, knows
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
 

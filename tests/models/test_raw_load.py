@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollout.errors import WeightMismatch
-from rollout.models.raw_load import RawLoad, raw_bytes, raw_name
+from rollout.models.weight_io.raw_load import RawLoad, raw_bytes, raw_name
 from rollout.weights import Box, TensorPiece
 
 SOURCE = {"q": torch.arange(6, dtype=torch.float32).view(2, 3), "s": torch.ones(2)}

@@ -15,7 +15,7 @@ from tiny_models import randomize, write_tiny
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.cli.main import main
 from rollout.errors import ConfigError
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.module_map import ModuleMap, replace_modules
 from rollout.server.preflight import check
 

@@ -11,7 +11,7 @@ from tiny_models import ARCHITECTURES, EXPERTS, write_tiny
 
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.errors import ConfigError
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.server.preflight import check
 
 ENGINE: dict[str, Any] = {

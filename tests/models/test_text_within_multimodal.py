@@ -15,8 +15,8 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.loader import open_checkpoint
 from rollout.models.build import build_model, build_tables
-from rollout.models.config import ModelConfig
-from rollout.models.weight_table import check_tables
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.table import check_tables
 
 TEXT = {
     "vocab_size": 96,

@@ -20,10 +20,10 @@ from transformers import ArceeConfig, ArceeForCausalLM, Starcoder2Config, Starco
 
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.errors import ConfigError, WeightMismatch
-from rollout.models.config import ModelConfig
-from rollout.models.transformers_construct import unfilled
+from rollout.models.config.model import ModelConfig
+from rollout.models.transformers_backend.construct import unfilled
+from rollout.models.transformers_backend.passes import Together, passes
 from rollout.models.transformers_lm import TransformersCausalLM
-from rollout.models.transformers_passes import Together, passes
 from rollout.server.preflight import check
 
 SIZES: dict[str, Any] = {

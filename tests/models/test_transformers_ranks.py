@@ -13,8 +13,8 @@ from transformers import Starcoder2Config
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
-from rollout.models.weight_table import check_tables
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.table import check_tables
 from rollout.server.preflight import check
 
 ENGINE: dict[str, Any] = {

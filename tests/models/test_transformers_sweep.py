@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
 import make_models
 
-from rollout.models.transformers_own_plan import OWN
+from rollout.models.transformers_backend.own_plan import OWN
 
 
 @pytest.mark.more

@@ -13,7 +13,7 @@ from tiny_models import write_tiny
 from rollout.distributed import TensorParallel
 from rollout.errors import WeightMismatch
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.layers.base import Layer
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorPiece, TileLayout
 

@@ -9,8 +9,8 @@ from tiny_models import write_tiny
 
 from rollout.errors import WeightMismatch
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
-from rollout.models.weight_table import WeightTable, check_table, check_tables, tiling_fault
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.table import WeightTable, check_table, check_tables, tiling_fault
 from rollout.weights import Box
 
 SHAPE = {"vocab_size": 317, "num_attention_heads": 8, "num_key_value_heads": 2}

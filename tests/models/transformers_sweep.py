@@ -30,9 +30,9 @@ from rollout.distributed import TensorParallel
 from rollout.errors import RolloutError
 from rollout.loader import open_checkpoint
 from rollout.models.build import build_model, build_tables
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.model import Model
-from rollout.models.weight_table import check_tables
+from rollout.models.weight_io.table import check_tables
 from rollout.weight_sync.protocol.fit import check_metadata
 from rollout.weight_sync.source import WeightSource
 from rollout.weight_sync.trainer.sources.detect import detect

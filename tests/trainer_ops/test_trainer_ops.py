@@ -22,7 +22,7 @@ from trainer_ops.batches import (
 
 from rollout import SamplingParams
 from rollout.integrations.router_replay import expert_batch, replayed_experts
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.trainer_ops import logprobs_of, patch, token_logprobs
 from rollout.trainer_ops.patch import SUPPORTED
 

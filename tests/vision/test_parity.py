@@ -22,9 +22,9 @@ from tiny_vision import (
 from rollout import Rollout, SamplingParams
 from rollout.cli.main import main
 from rollout.models.build import build_tables
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.forward import VisualRows
-from rollout.models.weight_table import check_tables
+from rollout.models.weight_io.table import check_tables
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0)
 ONE = [5, 6, START, PAD, END, 9, 8]

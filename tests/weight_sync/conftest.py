@@ -9,7 +9,7 @@ import torch
 from engine_ranks import Engine
 from tiny_models import write_tiny
 
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 
 
 def file_form(model) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.models.build import build_model
 from rollout.models.components import ComponentModels
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import QuantizationGrid
 

@@ -22,7 +22,7 @@ from trainer_ranks import wanted_bytes
 from weight_changes import CHANGES
 
 from rollout.kernels import digest
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.server.grpc.server import serve
 from rollout.weights import Box
 

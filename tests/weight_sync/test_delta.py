@@ -19,7 +19,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.committed import Committed

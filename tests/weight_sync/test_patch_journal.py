@@ -11,7 +11,7 @@ from rollout.distributed import TensorParallel
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import VersionConflict
 from rollout.models.build import build_model
-from rollout.models.patch_journal import SHARE, PatchJournal
+from rollout.models.weight_io.patch_journal import SHARE, PatchJournal
 from rollout.weights import SparsePatch
 
 

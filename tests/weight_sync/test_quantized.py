@@ -19,7 +19,7 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ChecksumMismatch, ConfigError, TransferFailed, WeightMismatch
 from rollout.kernels import quantize
 from rollout.models.build import build_model, build_tables
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.protocol.bucket import check_header
 from rollout.weight_sync.protocol.cells import decode_cells, encode_cells

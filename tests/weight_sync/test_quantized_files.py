@@ -13,7 +13,7 @@ from trainer import DEADLINE, Trainer
 
 from rollout.errors import ChecksumMismatch, WeightMismatch
 from rollout.loader import open_checkpoint
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.trainer.weight_report import check_weights

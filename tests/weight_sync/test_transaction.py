@@ -24,7 +24,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish

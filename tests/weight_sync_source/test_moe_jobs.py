@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import write_tiny
 from weight_sync_source.jobs.launch import run_job
 
-from rollout.models.weight_table import tiling_fault
+from rollout.models.weight_io.table import tiling_fault
 from rollout.weights import Box
 
 SOURCES = ("DistributedDataParallel", "fsdp2", "fsdp1", "zero3")

@@ -16,7 +16,7 @@ from rollout.engine.images.placeholders import place
 from rollout.engine.images.reader import decoded, open_image, pillow
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import PatchedImage, PlacedImage
-from rollout.models.vision_config import VisionConfig
+from rollout.models.config.vision import VisionConfig
 
 FILE = "preprocessor_config.json"
 KEPT_BYTES = 256 << 20  # of patches, for the same image in the next request

@@ -12,7 +12,7 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.loader import resolve_model
 from rollout.models.build import build_model
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.held_tensors import HeldTensors
 from rollout.models.layers.base import Build
 from rollout.models.model import Model

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rollout.errors import WeightMismatch
 from rollout.loader import Checkpoint
-from rollout.models.weight_table import WeightTable
+from rollout.models.weight_io.table import WeightTable
 from rollout.weights import LazyTensor
 from rollout.weights.names import placed
 

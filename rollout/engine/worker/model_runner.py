@@ -29,11 +29,11 @@ from rollout.engine.worker.load_trace import traced
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import Checkpoint, open_location
-from rollout.models.adapter_slots import AdapterSlots
+from rollout.models.adapters.slots import AdapterSlots
 from rollout.models.build import build_model, slots_beside
 from rollout.models.causal_lm import CausalLM
 from rollout.models.components import ComponentModels
-from rollout.models.config import ModelConfig
+from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, VisualRows
 from rollout.models.model import Model
 from rollout.models.vision_lm import VisionCausalLM

@@ -23,7 +23,7 @@ from rollout.errors import (
     from_wire,
     to_wire,
 )
-from rollout.models.adapter_slots import AdapterSlots
+from rollout.models.adapters.slots import AdapterSlots
 from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollout.kernels import swap_tensors
 from rollout.models.model import Model
-from rollout.models.patch_journal import CHUNK
+from rollout.models.weight_io.patch_journal import CHUNK
 from rollout.weights import INTEGERS
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import ConfigError
-from rollout.models.adapter_model import AdapterModel, KnownBucket
-from rollout.models.adapter_slots import AdapterSlots
-from rollout.models.raw_load import RawLoad
-from rollout.models.weight_load import WeightLoad
+from rollout.models.adapters.model import AdapterModel, KnownBucket
+from rollout.models.adapters.slots import AdapterSlots
+from rollout.models.weight_io.load import WeightLoad
+from rollout.models.weight_io.raw_load import RawLoad
 from rollout.weight_sync.protocol.bucket import read_in_place
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
 from rollout.weights import Box, CellPatch, WeightSlot, WeightValue

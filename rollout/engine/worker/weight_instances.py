@@ -23,9 +23,9 @@ from rollout.engine.worker.rollback import KeptVersion, RollbackSnapshot, exchan
 from rollout.engine.worker.weight_reader import WeightReader
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
 from rollout.models.model import Model
-from rollout.models.patch_journal import PatchJournal
-from rollout.models.raw_load import RawLoad, raw_bytes
-from rollout.models.weight_load import WeightLoad
+from rollout.models.weight_io.load import WeightLoad
+from rollout.models.weight_io.patch_journal import PatchJournal
+from rollout.models.weight_io.raw_load import RawLoad, raw_bytes
 from rollout.weights import WeightSlot
 from rollout.weights.components import component_of
 

@@ -32,7 +32,7 @@ from rollout.engine.worker.rank_updates import RankUpdates
 from rollout.engine.worker.shared_memory_group import SharedMemoryGroup, share_memory
 from rollout.errors import EngineClosed, InvalidRequest, VersionConflict
 from rollout.loader import save_shard
-from rollout.models.raw_load import raw_name
+from rollout.models.weight_io.raw_load import raw_name
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.transports.cuda_memory import gpu_uuid, reached_gpus

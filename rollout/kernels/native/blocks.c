@@ -1,5 +1,5 @@
-/* Decoder blocks of bfloat16, op after op: what models/blocks.py composes, without Python and fresh
- * tensors between the ops. The ops are those of the other files, so the bits are the same. */
+/* Decoder blocks of bfloat16, op after op: what models/decoder/blocks.py composes, without Python
+ * and fresh tensors between the ops. The ops are those of the other files, so the bits are the same. */
 #define _GNU_SOURCE /* sched_getaffinity */
 #include "ops.h"
 #include "vec.h"

@@ -12,8 +12,8 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.kernels import batch_invariant_linear, linear, quantized_linear
 from rollout.kernels.native import use_huge_pages
-from rollout.models.config import ModelConfig
-from rollout.models.weight_table import SCALE, ParamSpec
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.table import SCALE, ParamSpec
 from rollout.weights import PLAIN, Box, Layout, Shape, TileLayout, WeightSlot
 from rollout.weights.names import weight_dtype
 from rollout.weights.quantization import Scheme
@@ -83,7 +83,7 @@ class Build:
 
 
 class Adapters(Protocol):
-    """What may lie beside a linear; see ``instance_adapters.BesideLinear``."""
+    """What may lie beside a linear; see ``adapters.instance.BesideLinear``."""
 
     @property
     def is_idle(self) -> bool: ...

@@ -10,13 +10,13 @@ from rollout.kernels import fused_experts, quantized_experts
 from rollout.kernels.fused_experts import ExpertsLora
 from rollout.models.layers.base import Build, Layer, sibling, storage_of
 from rollout.models.layers.ordered_experts import ordered_experts
-from rollout.models.weight_table import SCALE
+from rollout.models.weight_io.table import SCALE
 from rollout.weights import PLAIN, Box, WeightSlot
 from rollout.weights.quantization import Scheme
 
 
 class ExpertAdapters(Protocol):
-    """What may lie beside the experts of a layer; see ``models.expert_adapters``."""
+    """What may lie beside the experts of a layer; see ``adapters.experts.BesideExperts``."""
 
     def of_step(self, tokens: int) -> ExpertsLora | None:
         """None where no token of this step has an adapter."""

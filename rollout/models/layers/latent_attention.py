@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from rollout.kernels import paged_attention, rope_and_cache
+from rollout.models.config.latent import LatentConfig
 from rollout.models.forward import ForwardBatch, LayerKV
-from rollout.models.latent_config import LatentConfig
 from rollout.models.layers.attention import Turn
 from rollout.models.layers.base import Build, Layer, rows_slot
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from rollout.kernels import causal_conv, ssd_scan
+from rollout.models.config.mamba import MambaConfig
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer, rows_slot
 from rollout.models.layers.conv_weight import ConvWeight
 from rollout.models.layers.linear import MergedColumnLinear, RowLinear
-from rollout.models.mamba_config import MambaConfig
 from rollout.weights import WeightSlot
 
 PARTS = ("z", "x", "b", "c", "dt")  # of the projection: gate, what is convolved, steps

@@ -14,9 +14,9 @@ from torch import Tensor
 from rollout.kernels import batch_invariant_linear, segment_sums, silu_mul
 from rollout.kernels.batch_invariant_linear import SEGMENTS, segments_of
 from rollout.kernels.fused_experts import ExpertsLora
+from rollout.models.config.moe import MoEConfig
 from rollout.models.layers.activations import sigmoid
 from rollout.models.layers.base import Build
-from rollout.models.moe_config import MoEConfig
 from rollout.weights import PLAIN
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError
-from rollout.models.layer_config import RopeConfig
+from rollout.models.config.layer import RopeConfig
 
 
 class Rotary:

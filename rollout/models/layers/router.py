@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from rollout.kernels import batch_invariant_linear, linear
+from rollout.models.config.moe import MoEConfig
 from rollout.models.layers.base import Build, sibling, storage_of, whole_slot
 from rollout.models.layers.linear import ReplicatedLinear
-from rollout.models.moe_config import MoEConfig
 from rollout.weights import PLAIN, WeightSlot
 
 BIAS = "e_score_correction_bias"

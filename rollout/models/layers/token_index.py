@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from rollout.kernels import rope_and_cache, select_tokens
+from rollout.models.config.latent import IndexConfig
 from rollout.models.forward import ForwardBatch
-from rollout.models.latent_config import IndexConfig
 from rollout.models.layers.attention import Turn, apart
 from rollout.models.layers.base import Build
 from rollout.models.layers.linear import ReplicatedLinear

@@ -148,7 +148,7 @@ class UpdateRequest:
     moves; None: entries are checked as they arrive. ``partial``: what is not sent keeps its live
     value. ``offer`` says how the engine's ranks find the sender; only ``transport`` reads it.
     ``encoding`` is full or delta; a delta is built on ``base``, which must be live, and starts from
-    a copy of it. "live" is the memory of an equal engine's ranks (``models.raw_load``), whose
+    a copy of it. "live" is the memory of an equal engine's ranks (``weight_io.raw_load``), whose
     digests are those of what it was made from. ``timeout`` bounds each wait, in seconds.
     ``components``: those that are sent, each whole unless ``partial``; the engine's others stay
     live. ``max_stall`` (seconds) and ``max_extra_memory`` (bytes on a rank's device) are limits:
