@@ -33,11 +33,11 @@ quick: lint
 # What is slow or broad: sweeps and long courses, in 18 minutes.
 more: $(STAMP)
 	-$(BIN)/python tests/clients/install.py
-	$(PYTEST) -m more
+	$(PYTEST) -m "more and not soak"
 
 # What failed last, by itself; an error where nothing did, as where the tests never began.
 again: $(STAMP)
-	$(BIN)/pytest -m "more or not more" --last-failed --last-failed-no-failures none
+	$(BIN)/pytest -m "more or soak or not more" --last-failed --last-failed-no-failures none
 
 # Clients of other frameworks whose pins exclude ours, each in .clients/NAME, over the same torch.
 # One that cannot be installed is named, and its tests in `make more` are skipped.
@@ -62,7 +62,7 @@ soak: $(STAMP)
 		--curve benchmarks/out/simulated_fleets.png
 	ROLLOUT_TEST_RANDOM=1 $(PYTEST)
 	ROLLOUT_TEST_FLEETS=2000 $(BIN)/pytest tests/fleet/test_faults_by_a_model.py
-	ROLLOUT_TEST_AUTOSCALER=1 $(BIN)/pytest -m more tests/fleet/test_ray_autoscaler.py
+	$(PYTEST) -m soak
 	ROLLOUT_TEST_EXITS=30 $(BIN)/pytest -m "more or not more" tests/api/test_clean_exits.py
 
 # Every figure that several GPUs of one machine give, in nine minutes: send cards-results with an issue.

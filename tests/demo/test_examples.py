@@ -83,8 +83,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(("ranks", "flags"), [("1", ()), ("2", ("--deterministic",))])
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param("1", (), marks=pytest.mark.soak),
+        pytest.param("2", ("--deterministic",), marks=pytest.mark.more),
+    ],
+)
 def test_a_policy_learns_where_the_trainers_ranks_are_the_engines(
     ranks: str, flags: tuple[str, ...], warm: Path, tmp_path: Path
 ) -> None:

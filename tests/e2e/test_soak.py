@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60  # of which each event happens at least once; `make soak` takes ten times as many
+SECONDS = 40  # of which each event happens at least once; `make soak` takes ten times as many
 
 
 @pytest.mark.more
-def test_updates_faults_and_streams_for_a_minute() -> None:
+def test_updates_faults_and_streams_for_a_while() -> None:
     roots = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(SECONDS),

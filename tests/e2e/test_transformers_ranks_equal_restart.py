@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 import transformers_sweep
 
-pytestmark = pytest.mark.more
-
 SIZES = {"vocab_size": 301, "max_position_embeddings": 512}
 
 
@@ -34,13 +32,17 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         started.close()
 
 
+def _case(model_type: str, mark: pytest.MarkDecorator, plan: str) -> Any:
+    return pytest.param(model_type, marks=mark, id=plan)
+
+
 @pytest.mark.parametrize(
     "model_type",
     [
-        pytest.param("starcoder2", id="transformers' plan, biases of sums, a tied head"),
-        pytest.param("ernie4_5_moe", id="transformers' plan, stacked experts"),
-        pytest.param("bloom", id="rollout's plan, q, k and v in one, over a cache"),
-        pytest.param("gpt2", id="rollout's plan, inputs before outputs"),
+        _case("starcoder2", pytest.mark.more, "transformers' plan, biases of sums, a tied head"),
+        _case("ernie4_5_moe", pytest.mark.soak, "transformers' plan, stacked experts"),
+        _case("bloom", pytest.mark.more, "rollout's plan, q, k and v in one, over a cache"),
+        _case("gpt2", pytest.mark.soak, "rollout's plan, inputs before outputs"),
     ],
 )
 def test_every_way_of_an_update_is_a_fresh_start(job: Job, tmp_path: Path, model_type: str) -> None:

@@ -16,10 +16,9 @@ HERE = Path(__file__).parent
 CLIENT = folder("verl")  # which brings Ray
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @pytest.mark.timeout(1500)  # others may have Ray first
 @pytest.mark.usefixtures("ray_alone")
-@pytest.mark.skipif("ROLLOUT_TEST_AUTOSCALER" not in os.environ, reason="it is of make soak")
 @pytest.mark.skipif(CLIENT is None, reason="Ray is not installed: make clients")
 @pytest.mark.parametrize("autoscaler", ["first", "second"])
 def test_nodes_come_for_what_has_no_room_and_go_when_nothing_is_there(

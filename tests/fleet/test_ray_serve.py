@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 CLIENT = folder("ray_serve")
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @pytest.mark.timeout(1200)  # others may have Ray first
 @pytest.mark.usefixtures("ray_alone")
 @pytest.mark.skipif(CLIENT is None, reason="Ray Serve is not installed: make clients")

@@ -72,7 +72,9 @@ def test_the_sources_compile_without_a_warning_for(cpu: str, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not X86 or library() is None, reason="needs native kernels on x86-64")
-@pytest.mark.parametrize(("cpu", "bits"), [("haswell", 256), ("x86-64", 128)])
+@pytest.mark.parametrize(
+    ("cpu", "bits"), [pytest.param("haswell", 256, marks=pytest.mark.soak), ("x86-64", 128)]
+)
 def test_ops_built_for_a_lesser_cpu_give_what_their_references_give(
     cpu: str, bits: int, tmp_path: Path
 ) -> None:

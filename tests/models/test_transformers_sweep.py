@@ -17,13 +17,34 @@ import make_models
 from rollout.models.transformers_backend.own_plan import OWN
 
 
-@pytest.mark.more
+STALE = "docs/models.md is out of date: run `python docs/make_models.py --sweep`"
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of models that nobody here wrote
 def test_the_page_has_what_the_sweep_finds() -> None:
-    found = make_models.swept_lists(transformers_sweep.sweep())
-    stale = "docs/models.md is out of date: run `python docs/make_models.py --sweep`"
-    assert make_models.swept_part() == found, stale
+    assert make_models.swept_part() == make_models.swept_lists(transformers_sweep.sweep()), STALE
+
+
+@pytest.mark.more
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_has_what_a_sweep_over_every_eighth_type_finds() -> None:
+    some = tuple(name for name, _ in transformers_sweep.model_types())[::8]
+    found = _lists_of_each(make_models.swept_lists(transformers_sweep.sweep(some)))
+    assert sorted(found) == sorted(some)
+    on_page = _lists_of_each(make_models.swept_part())
+    assert {name: on_page[name] for name in some} == found, STALE
+
+
+def _lists_of_each(text: str) -> dict[str, set[str]]:
+    """Of each model type what the lists say in which it is."""
+    lists: dict[str, set[str]] = {}
+    pattern = r"^(?:\| (.*) \| \d+|\d+ (natively|by transformers)): (`.*`)"
+    for row, way, names in re.findall(pattern, text, flags=re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", names):
+            lists.setdefault(name, set()).add(row or way)
+    return lists
 
 
 def test_the_page_counts_what_it_names_and_names_every_type_of_the_installed_transformers() -> None:
