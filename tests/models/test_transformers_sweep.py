@@ -16,7 +16,6 @@ import make_models
 
 from rollout.models.transformers_backend.own_plan import OWN
 
-
 STALE = "docs/models.md is out of date: run `python docs/make_models.py --sweep`"
 
 
