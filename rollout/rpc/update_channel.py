@@ -89,6 +89,7 @@ class GrpcWeightChannel:
         self._secret = ""
         self._events = 0  # how many have arrived
         self._replaced = 0  # connections
+        self._refusal = ""  # why another one could not go on
 
     def begin(self, request: UpdateRequest) -> Begun:
         if request.builds_on_live:
@@ -264,8 +265,11 @@ class GrpcWeightChannel:
                     call.cancel()
                 return True
             except (grpc.RpcError, StopIteration) as error:
-                if isinstance(error, StopIteration) or is_typed(error):
-                    return False  # it is not held any more
+                if isinstance(error, StopIteration):
+                    return False
+                if is_typed(error):  # it is not held any more
+                    self._refusal = reason(error.details())
+                    return False
                 time.sleep(min(PAUSE, left))
             finally:
                 watch.cancel()
@@ -311,6 +315,8 @@ class GrpcWeightChannel:
 
     @property
     def _within(self) -> str:
+        if self._refusal:
+            return f" and could not be made again ({self._refusal})"
         return f" and could not be made again within {self._grace:g} s" if self._secret else ""
 
     def _raise_early(self) -> None:

@@ -1,9 +1,11 @@
 """The transport through one port: a cut connection costs a bucket, a lost client a grace."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -13,10 +15,13 @@ from proxies import Proxy
 
 from rollout import Rollout
 from rollout.errors import ConfigError, TransferFailed, VersionConflict
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.chunks import document
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import CHUNK
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
+from rollout.server.grpc.updates import HeldUpdates, UpdateStream
+from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.inline import GrpcStream
 
@@ -117,6 +122,8 @@ def request(**changes):
 
 HOLDER = """
 import sys, time
+from rollout.rpc import rollout_pb2 as pb
+from rollout.rpc.chunks import document
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.messages import UpdateRequest
 channel = RolloutClient(sys.argv[1]).open()
@@ -139,6 +146,77 @@ def test_a_client_that_dies_holds_the_lease_for_its_grace_alone(engine, process,
     holder.send_signal(signal.SIGKILL)
     eventually(lambda: engine.weight_info().state == "idle", 25.0)
     assert 1.0 < time.monotonic() - died < 25
+
+
+def test_a_stream_whose_last_answer_is_lost_gets_it_by_the_next_connection(engine, eventually):
+    """Where a connection breaks with the last answer under way, the grace holds, too."""
+    shared = request(offer={"grace": 20.0, "senders": 2}, timeout=20.0)
+    with Proxy(engine.address) as proxy:
+        client, other = RolloutClient(engine.address), RolloutClient(proxy.address)
+        first = client.open()
+        first.begin(shared)
+        second = other.join(shared, first.secret, 1)
+        proxy.hold(up=False)
+        sealing = threading.Thread(
+            target=lambda: sealed.append(second.seal(Seal(num_buckets=0, digests={})))
+        )
+        sealed = []
+        sealing.start()
+        time.sleep(0.5)  # until the answer is under way
+        proxy.cut()
+        proxy.go_on()
+        sealing.join(20)
+        assert sealed == [None]
+        first.close()
+        second.close()
+        eventually(lambda: engine.weight_info().state == "idle", 20.0)
+        client.close()
+        other.close()
+
+
+def test_what_a_busy_update_hears_of_its_end_later_does_not_keep_it():
+    """The end of a connection's commands is read after the connection is known to be gone."""
+
+    class Busy:
+        def begin(self, request):
+            return Begun(update_id=request.update_id, epoch=1, base_version=0, version=1)
+
+        def wait(self, index, timeout):
+            time.sleep(0.3)
+
+        def abort(self, reason):
+            ended.append(reason)
+
+        def close(self):
+            return None
+
+    async def course():
+        held, said = HeldUpdates(), asyncio.Queue()
+        update = UpdateStream(Busy(), held)
+
+        async def commands():
+            while (command := await said.get()) is not None:
+                yield command
+
+        events = update.talk(commands())
+        begin = request(offer={"grace": 0.5, "senders": 1})
+        said.put_nowait(pb.UpdateCommand(begin=document(begin)))
+        assert (await anext(events)).secret
+        said.put_nowait(pb.UpdateCommand(wait=pb.Wait(index=0, timeout=1)))
+        said.put_nowait(None)
+        waits = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0.05)
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        await events.aclose()
+        deadline = time.monotonic() + 20
+        while held._updates and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return held._updates
+
+    ended = []
+    assert asyncio.run(course()) == {}
+    assert "its connection broke, and no other came within 0.5 s" in ended[0]
 
 
 def test_a_lost_update_is_resumed_by_its_secret_alone(engine, eventually):
@@ -185,8 +263,8 @@ def test_an_outbox_goes_on_behind_what_has_arrived():
     outbox = Outbox(keep=True, window=4 * CHUNK)
     announced = object()
     outbox.put("begin")
-    end = outbox.put_bucket(announced, payload)
-    assert end == 5
+    outbox.put_bucket(announced, payload)
+    assert outbox.put("wait") == 6
     first = numbers(outbox, 4)
     assert first[:2] == ["begin", announced]
     outbox.suspend()

@@ -1,6 +1,7 @@
 """What a front does with its members' streams, told from streams of which every step is known."""
 
 import asyncio
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import sleep
@@ -199,10 +200,17 @@ def test_a_call_that_waits_for_its_member_is_ended_with_an_error_and_cancelled_a
         async for _ in calls.run(call(stream())):
             pass
 
+    async def reading_on(calls):
+        """In a task that somebody cancelled before, and that went on."""
+        asyncio.current_task().cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        await reading(calls)
+
     async def course():
         calls = OfOne()
-        tasks = [asyncio.create_task(reading(calls)) for _ in range(2)]
-        while calls.running < 2:
+        tasks = [asyncio.create_task(each(calls)) for each in (reading, reading, reading_on)]
+        while calls.running < 3:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         tasks[0].cancel()
@@ -215,9 +223,9 @@ def test_a_call_that_waits_for_its_member_is_ended_with_an_error_and_cancelled_a
             await anext(at_rest)
         return ends, calls.running
 
-    (cancelled, ended), left = asyncio.run(asyncio.wait_for(course(), 30))
+    (cancelled, *ended), left = asyncio.run(asyncio.wait_for(course(), 30))
     assert isinstance(cancelled, asyncio.CancelledError)
-    assert isinstance(ended, EngineClosed)
+    assert [type(each) for each in ended] == [EngineClosed] * 2
     assert left == 0
 
 

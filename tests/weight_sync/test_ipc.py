@@ -112,13 +112,21 @@ def test_halves_are_no_larger_than_they_need_to_be(sender) -> None:
         small.close()
 
 
-def test_halves_take_half_of_the_room_that_is_left(monkeypatch) -> None:
-    for left, half in ((64 << 20, 16 << 20), (1 << 40, MAX_HALF), (0, 1 << 20)):
-        mount = SimpleNamespace(f_frsize=PAGE, f_bavail=left // PAGE)
+def test_halves_take_half_of_the_mount_or_what_is_left_there(monkeypatch) -> None:
+    sizes = [
+        (64, 64, 16),
+        (64, 40, 16),
+        (64, 30, 8),
+        (1 << 20, 1 << 20, 32),
+        (64, 0, 1),
+        (0, 0, 32),
+    ]
+    for blocks, left, half in sizes:
+        mount = SimpleNamespace(f_frsize=1 << 20, f_blocks=blocks, f_bavail=left)
         monkeypatch.setattr(os, "statvfs", lambda path, mount=mount: mount)
         sender = IpcSender(None, 1 << 30)
         sender.close()
-        assert sender.shared.half == half
+        assert sender.shared.half == half << 20
 
 
 def refusals(shared: SharedFile) -> dict[str, SharedFile]:

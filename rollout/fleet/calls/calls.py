@@ -196,6 +196,7 @@ class _Running:
 
     def __init__(self) -> None:
         self._waits: asyncio.Task[Any] | None = None
+        self._cancelled = 0  # how often by others, before
         self._error: EngineError | None = None
 
     def end(self, error: EngineError) -> None:
@@ -208,7 +209,8 @@ class _Running:
     def goes_on(self) -> None:
         if self._error is not None:
             raise self._error
-        self._waits = asyncio.current_task()
+        if (task := asyncio.current_task()) is not None:
+            self._waits, self._cancelled = task, task.cancelling()
 
     def leaves_off(self) -> None:
         self._leave(None)
@@ -221,9 +223,11 @@ class _Running:
 
     def _leave(self, kind: type[BaseException] | None) -> None:
         task, self._waits = self._waits, None
-        if self._error is None or task is None or not task.cancelling():
+        if self._error is None or task is None or task.cancelling() <= self._cancelled:
             return
-        if task.uncancel() == 0 and (kind is None or issubclass(kind, asyncio.CancelledError)):
+        if task.uncancel() <= self._cancelled and (
+            kind is None or issubclass(kind, asyncio.CancelledError)
+        ):
             raise self._error
 
 

@@ -151,9 +151,19 @@ class UpdateStream:
         self._held.remove(self)
         if self._timer is not None:
             self._timer.cancel()
-        self._todo.put(_END)
-        target, args = (self._channel.abort, (why,)) if why else (self._channel.close, ())
-        threading.Thread(target=target, args=args, name="rollout-lease-end", daemon=True).start()
+        if not why:
+            self._todo.put(_END)
+        threading.Thread(
+            target=self._abort if why else self._channel.close, args=(why,) if why else (),
+            name="rollout-lease-end", daemon=True,
+        ).start()  # fmt: skip
+
+    def _abort(self, why: str) -> None:
+        """For this reason, and not for the channel's end."""
+        try:
+            self._channel.abort(why)
+        finally:
+            self._todo.put(_END)
 
     # ---- connections; in the loop ----
 
@@ -171,8 +181,12 @@ class UpdateStream:
     def _detach(self) -> None:
         assert self._reading is not None
         self._reading.cancel()
-        if not self.secret or self._left or self._grace <= 0:
+        self._turn += 1  # what that connection still says does not count
+        if not self.secret or self._grace <= 0 or (self._left and not self._over):
             self.end()
+            return
+        if self._over:  # its client may not have got the last answer
+            self._wait_for(self.end)
             return
         why = f"its connection broke, and no other came within {self._grace:g} s"
         self._wait_for(self.end, why)

@@ -44,7 +44,7 @@ from rollout.weights import TensorMeta
 from rollout.wire.codec import Positive, Text
 
 # Each bucket costs messages to every engine: halves are long where there is room. Both take half of
-# what is left in /dev/shm, of which container runtimes give 64 MB by default.
+# /dev/shm, of which container runtimes give 64 MB by default, or what is left there.
 MAX_HALF = 32 << 20
 _MIN_HALF = 1 << 20
 
@@ -112,11 +112,11 @@ class IpcSender(Sender):
         by default as there is room.
         """
         self._alone = senders == 1
+        _sweep()
         if most is None:
             most = _longest_half()
         needed = most if tensors is None else sum(meta.nbytes + _PAGE for meta in tensors)
         half = _pages(min(bucket_bytes, needed, most))
-        _sweep()
         name = f"rollout-ipc-{os.getpid()}-{secrets.token_hex(16)}"
         self.shared = SharedFile(name=name, secret=secrets.token_hex(16), half=half)
         self._fd: int | None = None
@@ -228,8 +228,13 @@ def shared_problem(shared: SharedFile, bucket_bytes: int) -> str | None:
 
 
 def _longest_half() -> int:
+    """One of few lengths: a trainer keeps its plans of updates, which are made for one."""
     mount = os.statvfs(SHARED_MEMORY)
-    return min(MAX_HALF, max(_MIN_HALF, mount.f_bavail * mount.f_frsize // 4))
+    size, left = mount.f_blocks * mount.f_frsize, mount.f_bavail * mount.f_frsize
+    half = MAX_HALF
+    while size and half > _MIN_HALF and (4 * half > size or 2 * half + _PAGE > left):
+        half //= 2
+    return half
 
 
 def _pages(nbytes: int) -> int:
