@@ -268,7 +268,8 @@ def serve_fleet(args: argparse.Namespace) -> int:
     if args.model is not None or args.model_flag is not None:
         raise ConfigError(
             "engines at --engine have their model; to start them from MODEL add --ray (on a Ray "
-            "cluster), or use `rollout serve MODEL --replicas N` (on this host)"
+            "cluster), or use `rollout serve MODEL --replicas N` (on this host). Of several "
+            "engines each has an --engine of its own: --engine A --engine B"
         )
     if not args.engine:
         raise ConfigError(
@@ -285,6 +286,8 @@ def serve_fleet(args: argparse.Namespace) -> int:
         )
     named: set[tuple[str, int]] = set()
     for address in args.engine:
+        if "," in address:
+            raise ConfigError(f"--engine {address}: give each its own, --engine A --engine B")
         if (where := split_address(address)) in named:
             raise ConfigError(f"--engine {address} is given twice: name each engine once")
         named.add(where)

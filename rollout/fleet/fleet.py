@@ -444,7 +444,8 @@ class Fleet(Directory):
             try:
                 self._feed(self._state.tick)
                 with self._changed:
-                    self._log.look(self._state.members.values(), time.monotonic())
+                    members, live = self._state.members.values(), self._state.promise
+                    self._log.look(members, live, time.monotonic())
             except Exception:
                 log.exception("the fleet's coordinator failed")
 

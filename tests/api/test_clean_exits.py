@@ -10,7 +10,7 @@ import os
 import pytest
 from exits import OUTCOMES, PROMPT, TRANSPORTS, Case, exiting_trainers, variants
 
-EXITS = int(os.environ.get("ROLLOUT_TEST_EXITS", "3"))
+EXITS = int(os.environ.get("ROLLOUT_TEST_EXITS", "2"))
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,8 @@ def test_engines_of_a_fleet_are_named_once_and_by_their_addresses(run: Run) -> N
     for address in ("http://h:50051", "h", "h:0", "h:70000", "[::1:5", "a b:5"):
         refused(run(*fleet, address), f"{address!r} is not host:port")
     refused(run(*fleet, "10.0.0.1:50051"), "10.0.0.1:50051 is given twice")
+    refused(run(*fleet, "h:1,h:2"), "--engine h:1,h:2: give each its own, --engine A --engine B")
+    refused(run(*fleet, "h:1", "h:2"), "Of several engines each has an --engine of its own")
     refused(run(*fleet, "[::1]:5", "--start-timeout", "0"), "--start-timeout must be")
 
 
@@ -94,7 +96,7 @@ def test_replicas_that_could_not_do_as_asked_are_refused(run: Run, tiny: Path) -
     serve = ("serve", tiny, *FREE_PORTS, *CPU)
     below = ("--replicas", 3, "--quorum", 2, "--min-replicas", 1)
     refused(run(*serve, *below), "--min-replicas 1 is below --quorum 2")
-    refused(run(*serve, "--min-replicas", 2), "1 replicas, between 2 and 1")
+    refused(run(*serve, "--min-replicas", 2), "--replicas 1 is not between --min-replicas 2")
 
 
 def test_no_message_offers_what_was_given() -> None:

@@ -58,7 +58,11 @@ def check_difference(summary: dict[str, Any]) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [("grpo_fsdp1.py", ()), ("grpo_lora.py", ()), ("ppo_zero3.py", ("--deterministic",))],
+    [
+        pytest.param("grpo_fsdp1.py", (), marks=pytest.mark.soak),
+        ("grpo_lora.py", ()),
+        ("ppo_zero3.py", ("--deterministic",)),
+    ],
 )
 def test_two_steps_learn_and_the_service_holds_what_was_learnt(
     name: str, flags: tuple[str, ...], half_right: Path, tmp_path: Path

@@ -1,6 +1,7 @@
 """What is live is not lost with a member that leaves while no other holds it."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 from fleet_front import front_process
@@ -13,6 +14,7 @@ from test_processes import wait_serving
 from rollout import Rollout
 from rollout.fleet.coordination.actions import Ask, Check, Fill, Write
 from rollout.fleet.coordination.coordinator import Coordinator
+from rollout.fleet.coordination.member_log import MemberLog
 from rollout.fleet.simulation.findings import Weather
 from rollout.fleet.simulation.simulator import Simulation
 
@@ -76,6 +78,15 @@ def test_who_has_left_and_answers_still_brings_others_up_to_date() -> None:
     assert fills(found) == [Fill("b", "a", 4)]
     fleet.checked("b", 4, 77, 2.0)
     assert (fleet.serving, fleet.promise) == (["b"], LIVE)
+
+
+def test_the_log_says_what_no_member_holds_any_more(caplog) -> None:
+    said = MemberLog()
+    for promise in (LIVE, replace(LIVE, version=9), replace(LIVE, epoch=LIVE.epoch + 1, version=0)):
+        said.look([], promise, 0.0)
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert "no member holds version 9 any more: version 0 serves" in record.getMessage()
 
 
 def test_a_new_epoch_is_founded_once_who_has_left_answers_no_more() -> None:

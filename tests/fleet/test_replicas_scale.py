@@ -78,6 +78,13 @@ def names(fleet):
     return sorted(link.name for link in fleet.serving())
 
 
+def test_numbers_that_do_not_fit_are_named_by_their_flags(fleet, checkpoint):
+    for least, count, most in ((3, 2, 2), (1, 3, 2), (0, 1, 1)):
+        named = f"--replicas {count} is not between --min-replicas {least} .* {most}, of which"
+        with pytest.raises(ConfigError, match=named):
+            Replicas(fleet, Here(checkpoint), count, least=least, most=most)
+
+
 def test_engines_come_and_go_as_it_is_asked(fleet, checkpoint):
     here = Here(checkpoint)
     replicas = Replicas(fleet, here, 1, most=2)

@@ -19,7 +19,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.more
 @pytest.mark.skipif(not triton_runs() or torch.cuda.is_available(), reason="needs the interpreter")
 @pytest.mark.parametrize(
-    ("name", "sections", "row"), [("gpu", 13, "decode-8b"), ("cards", 3, "colocated")]
+    ("name", "sections", "row"),
+    [
+        ("gpu", 13, "decode-8b"),
+        pytest.param("cards", 3, "colocated", marks=pytest.mark.soak),
+    ],
 )
 def test_every_section_runs_dry(tmp_path: Path, name: str, sections: int, row: str) -> None:
     command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--dry-run"]

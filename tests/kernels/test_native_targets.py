@@ -64,7 +64,14 @@ print(count, native_status())
 
 
 @pytest.mark.skipif(not (X86 and COMPILER), reason="needs gcc on x86-64")
-@pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
+@pytest.mark.parametrize(
+    "cpu",
+    [
+        "x86-64",
+        "sapphirerapids",
+        *(pytest.param(cpu, marks=pytest.mark.soak) for cpu in ("haswell", "skylake-avx512")),
+    ],
+)
 def test_the_sources_compile_without_a_warning_for(cpu: str, tmp_path: Path) -> None:
     command = [str(COMPILER), "-c", *WARNINGS, f"-march={cpu}", *_sources()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=270)

@@ -303,8 +303,9 @@ class Coordinator:
         if len(members) < self.quorum:
             raise TransferFailed(
                 f"{len(members)} of the fleet's {len(self.members)} members serve, and a commit "
-                f"needs {self.quorum}: {self.members.whys() or 'none was added'}; version {live} "
-                "serves on (send the update again once enough of them do)"
+                f"needs {self.quorum}: {self.members.whys() or 'no more were added'}; version "
+                f"{live} serves on (send the update again once enough of them do; a front started "
+                "with --quorum 1 commits on one)"
             )
         self._leases.begun, reversible = True, reversible and not back
         if joins:

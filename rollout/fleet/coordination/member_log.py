@@ -1,4 +1,4 @@
-"""What the log says of members: who serves, and why others do not."""
+"""What the log says of members: who serves, why others do not, and what none holds any more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rollout.fleet.coordination.actions import Promise
 from rollout.fleet.coordination.member import Member, Status
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,13 @@ class MemberLog:
 
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}
+        self._live: Promise | None = None
 
-    def look(self, members: Iterable[Member], now: float) -> None:
-        """As ``members`` are at ``now``, in seconds of the caller's monotonic clock."""
+    def look(self, members: Iterable[Member], live: Promise, now: float) -> None:
+        """As ``members`` are at ``now``, in seconds of the caller's monotonic clock; ``live``: what
+        all of them are to hold.
+        """
+        self._is_live(live)
         before, self._said = self._said, {}
         for member in members:
             said = self._said[member.name] = before.get(member.name) or _Said()
@@ -35,6 +40,15 @@ class MemberLog:
                 self._serves(member, said)
             elif said.serves or (member.why != said.why and now - said.at >= PAUSE):
                 self._does_not(member, said, now)
+
+    def _is_live(self, live: Promise) -> None:
+        before, self._live = self._live, live
+        if before is not None and before.epoch != live.epoch and before.version != live.version:
+            log.error(
+                "no member holds version %s any more: version %s serves, which this front has not "
+                "committed, under epoch %s; send a full update",
+                before.version, live.version, live.epoch,
+            )  # fmt: skip
 
     def _serves(self, member: Member, said: _Said) -> None:
         if not said.serves:

@@ -86,8 +86,8 @@ class Replicas:
         most = count if most is None else most
         if not 1 <= least <= count <= most:
             raise ConfigError(
-                f"{count} replicas, between {least} and {most}: give 1 or more, and a number "
-                "between the least and the most"
+                f"--replicas {count} is not between --min-replicas {least} (which is --quorum "
+                f"where it is not given) and --max-replicas {most}, of which none is below 1"
             )
         self.least, self.most = least, most
         self._fleet, self._launcher, self._first = fleet, launcher, max(count, len(found))
