@@ -98,6 +98,18 @@ class ServingLease:
                 "and adapters: ask the fleet's own address"
             )
 
+    def check_own_update(self) -> None:
+        """``ConfigError`` while it serves for a fleet, whose commits are decided by its front: one
+        of its own would leave it with weights that no other member has. What is brought to it while
+        it does not serve, as by another member, is judged before it does.
+        """
+        if (left := self.left) is not None and left > 0:
+            raise ConfigError(
+                "this engine is a member of a fleet, whose members change their weights together: "
+                "send the update to the fleet's own address, or take the engine out of the fleet "
+                "first (DELETE /fleet/members)"
+            )
+
     @property
     def left(self) -> float | None:
         """Seconds until it is over, none or fewer where it is; None where it lasts for good."""

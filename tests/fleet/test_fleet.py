@@ -14,6 +14,7 @@ from shared_engines import TRIES, eventually, standing_still
 from tiny_models import randomize, write_tiny
 
 from rollout import Rollout
+from rollout.engine.serving_lease import ServingLease
 from rollout.errors import (
     ConfigError,
     EngineClosed,
@@ -31,6 +32,12 @@ from rollout.weight_sync.protocol.membership import Grant
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
 PROMPTS = [[5, 6, 7, n] for n in range(12)]
+
+
+@pytest.fixture
+def heedless(monkeypatch):
+    """Members of an earlier version, which take at their own address what they are sent."""
+    monkeypatch.setattr(ServingLease, "check_own_update", lambda self: None)
 
 
 def tokens(outputs):
@@ -96,7 +103,9 @@ def test_a_record_that_breaks_gives_up_its_update_alone(front, trained, monkeypa
     assert len(front.fleet.serving()) == 3
 
 
-def test_a_rollback_is_one_transaction_of_all_members(front, engines, trained, checkpoint):
+def test_a_rollback_is_one_transaction_of_all_members(
+    front, engines, trained, checkpoint, heedless
+):
     first = tokens(front.rollout.generate(PROMPTS, GREEDY))
     with pytest.raises(VersionConflict, match="no predecessor"):
         front.rollout.rollback()
@@ -275,7 +284,31 @@ def test_a_joiner_that_is_not_free_is_left_out_of_the_update(front, engines, tra
         assert late.weight_info().version == 2
 
 
-def test_an_update_past_the_front_is_told_with_the_member(front, engines, trained):
+def test_a_member_that_serves_refuses_what_its_front_has_not_decided(
+    front, engines, trained, oracle
+):
+    front.rollout.update_weights(trained)
+    front.rollout.update_weights(trained)
+    member = engines[0]
+    with Rollout.connect(member.address) as client:
+        for one in (member, client):
+            for changes in (
+                lambda: one.update_weights(trained),
+                lambda: one.update_weights(trained, staging="none"),
+                lambda: one.rollback(),
+            ):
+                with pytest.raises(ConfigError, match="send the update to the fleet's own address"):
+                    changes()
+    assert [row["status"] for row in front.fleet.members()] == ["serving"] * 3
+    assert tokens(front.rollout.generate(PROMPTS, GREEDY)) == tokens(
+        oracle.generate(PROMPTS, GREEDY)
+    )
+    assert front.rollout.update_weights(trained).version == 3
+    front.fleet.remove(front.names[0])
+    assert member.update_weights(trained).version == 4, "it is no member any more"
+
+
+def test_an_update_past_the_front_is_told_with_the_member(front, engines, trained, heedless):
     other = copy.deepcopy(trained)
     randomize(other)
     for engine in engines[:2]:
@@ -288,7 +321,9 @@ def test_an_update_past_the_front_is_told_with_the_member(front, engines, traine
     eventually(lambda: front.fleet.whys().count("was updated at its own address") == 2)
 
 
-def test_a_member_whose_weights_somebody_else_changed_is_brought_back(front, engines, trained):
+def test_a_member_whose_weights_somebody_else_changed_is_brought_back(
+    front, engines, trained, heedless
+):
     front.rollout.update_weights(trained)
     other = copy.deepcopy(trained)
     randomize(other)

@@ -100,6 +100,8 @@ class Lease:
                 return self._replay(request, outcome)
             self._started = time.perf_counter()
             request = replace(of.staged_in(request), version=of.check(request))
+            if request.staging == "none":  # past ``begin`` it has overwritten what is live
+                of.engine.serving.check_own_update()
             self._request, self._wanted = request, of.wanted(request)
             self._not_ended("begin")
             self._foreseen = of.foresee(request)
@@ -181,6 +183,8 @@ class Lease:
         if self._sealed is not None and self._sealed.seal == seal:
             return
 
+        if seal.fence is None:
+            self._check_own()
         self._name(seal.label)
         wanted = self._wanted
 
@@ -223,8 +227,14 @@ class Lease:
         The ranks judge completeness, and copies of one box must agree; nothing proves that what
         arrived is what was sent.
         """
+        self._check_own()
         self._name(seal.label)
         self._vote(seal.num_buckets, lambda held: replace(seal, digests=held))
+
+    def _check_own(self) -> None:
+        """A fleet's updates alone are decided elsewhere, and say so first at their seal."""
+        with self._or_abort():
+            self._of.engine.serving.check_own_update()
 
     def _name(self, label: str | None) -> None:
         """Of the version, in the place of what its request says, if that is known only now."""

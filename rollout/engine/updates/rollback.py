@@ -30,7 +30,9 @@ def roll_back(of: Coordinator, timeout: float) -> UpdateReceipt:
 
     Possible once after a commit: with ``undo="shadow"`` until the next update begins to stage over
     it, else until one goes straight into the live instance; else ``VersionConflict``.
+    ``ConfigError`` where the engine serves for a fleet.
     """
+    of.engine.serving.check_own_update()
     of.turn.take(None, timeout)
     try:
         return Rollback(of).run(timeout)
