@@ -23,6 +23,7 @@ from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted
 from rollout.server.http.answers import AnswerDefaults, TokenText, token_id_text
 from rollout.server.http.app import build_app
+from rollout.server.http.bounded_head import BoundedHead
 from rollout.server.http.open_routes import OpenRoutes
 from rollout.server.http.responses import tokenizer_of
 from rollout.server.http.root_path import RootPath, check_root_path
@@ -139,6 +140,7 @@ async def _http(
 ) -> AsyncIterator[None]:
     settings = uvicorn.Config(
         app,
+        http=BoundedHead,
         log_config=None,
         access_log=False,
         lifespan="off",

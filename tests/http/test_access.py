@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -200,6 +201,28 @@ def test_an_announced_length_is_refused_before_a_byte_of_it_is_sent(served: Serv
     with socket.create_connection((host, int(port)), timeout=30) as sock:
         sock.sendall("\r\n".join(lines).encode())
         assert sock.recv(64).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("head", [b"GET /", b"GET /health HTTP/1.1\r\nX: ", b"\r\n" * 9])
+def test_a_head_without_an_end_is_refused_and_not_kept(served: Served, head: bytes) -> None:
+    host, _, port = served.http.partition(":")
+    before = peak_bytes(served)
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(head)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                sock.sendall(b"x" * (1 << 20))
+        with contextlib.suppress(ConnectionResetError):  # what it had not read yet
+            assert sock.recv(64).startswith(b"HTTP/1.1 400 ")
+    assert peak_bytes(served) - before < 8 << 20  # of 64
+
+
+def test_a_long_head_and_a_longer_body_are_told_apart(http: httpx.Client) -> None:
+    headers = JSON | {"X-Long": "x" * (48 << 10)}
+    for _ in range(3):  # of one connection each counts for itself
+        body = {"prompt": [5] * 20_000}
+        assert "20000" in http.post("/v1/completions", json=body, headers=headers).text
+        assert http.get("/health", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
