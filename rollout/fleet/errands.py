@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import (
-    ConfigError,
     DeadlineExceeded,
     EngineClosed,
     EngineOverloaded,
@@ -22,6 +21,7 @@ from rollout.errors import (
 from rollout.fleet.coordination.actions import Action, Adapters, Ask, Check, Fill, Tell, Write
 from rollout.fleet.coordination.coordinator import Coordinator
 from rollout.fleet.coordination.record import Record
+from rollout.fleet.kind import Kind
 from rollout.fleet.link import Link
 from rollout.weight_sync.protocol.adapters import digest_of_all, held_adapters
 from rollout.weight_sync.protocol.digests import MASK, total
@@ -53,7 +53,7 @@ class Errands:
     ) -> None:
         self._state, self._links, self._record = state, links, record
         self._feed, self._changed = feed, changed
-        self._held_as = ""  # the quantisation of all
+        self._kind: Kind | None = None  # of all that have served
         self._telling: set[tuple[str, str]] = set()  # (member, update) that is being told
 
     def run(self, action: Action) -> None:
@@ -62,17 +62,18 @@ class Errands:
         except Exception:
             log.exception("the fleet could not do %r", action)
 
-    def check_kind(self, info: WeightInfo) -> None:
-        """``ConfigError`` where its weights are held in other bits than those of the first member:
-        digests are of what was sent.
+    def unlike(self, info: WeightInfo) -> str:
+        """Why it cannot be a member: its model is not that of the first one that served, or held in
+        other bits (digests are of what was sent).
         """
-        own = "none" if info.grid is None else info.grid.scheme
-        with self._changed:
-            held = self._held_as = self._held_as or own
-        if own != held:
-            raise ConfigError(
-                f"its quantization is {own!r}, and the fleet's {held!r}: start it with that"
-            )
+        kind = self._kind
+        return "" if kind is None else Kind.of(info).unlike(kind)
+
+    def _may_be(self, name: str, info: WeightInfo) -> bool:
+        """Whether it may be a member; one that may not is left alone from here on."""
+        if why := self.unlike(info):
+            self._feed(lambda now: self._state.unfit(name, info.epoch, why, now))
+        return not why
 
     def _ask(self, action: Ask) -> None:
         link = self._links.get(action.member)
@@ -131,7 +132,8 @@ class Errands:
             return
         try:
             before = link.control.info()
-            self.check_kind(before)
+            if not self._may_be(name, before):
+                return
             link.announced(before)
             models = total(link.client.digests(link.client.timeout).values())
             found = _Found.of(link.control.info(), models)
@@ -141,8 +143,12 @@ class Errands:
             why = str(error)
             self._feed(lambda now: self._state.silent(name, why, now))
             return
-        if self._links.get(name) is link:
+        with self._changed:  # so that of two kinds one is the first
+            if self._links.get(name) is not link or not self._may_be(name, before):
+                return
             self._feed(lambda now: self._state.checked(name, *found.weights, now, found.adapters))
+            if self._kind is None and name in self._state.serving:
+                self._kind = Kind.of(before)
 
     def _fill(self, action: Fill) -> None:
         link, donor = self._links.get(action.member), self._links.get(action.donor)
@@ -150,6 +156,8 @@ class Errands:
         try:
             if link is None or donor is None:
                 raise TransferFailed("its donor has left the fleet")
+            if not self._may_be(name, link.control.info()):
+                return
             log.info("member %s gets version %d of %s", name, action.version, donor.name)
             receipt = donor.client.send_to(link.sending(action.version, FILL_TIMEOUT))
             adapters = total(adapter.digest for adapter in receipt.adapters.values())

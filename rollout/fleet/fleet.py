@@ -100,8 +100,9 @@ class Fleet(Directory):
 
         Under the name of another it takes that one's place. It serves once it is known to hold what
         the fleet serves, and it need not be there yet; with ``ask`` whoever answers there now has
-        to be an engine. ``tls_server_name``: what its certificate is made out to, where that is not
-        what the others' are. ``ConfigError`` for a bad address, and for an engine that is a member.
+        to be an engine of the fleet's model. ``tls_server_name``: what its certificate is made out
+        to, where that is not what the others' are. ``ConfigError`` for a bad address, and for an
+        engine that is a member.
         """
         tls = self._tls
         if tls_server_name is not None:
@@ -351,9 +352,9 @@ class Fleet(Directory):
         patience = max(self._patience * timeout, self.lease)
         return late.results(parts, given_up, enough, patience)
 
-    def check_kind(self, info: WeightInfo) -> None:
-        """``ConfigError`` where a member's weights are held in other bits than the others'."""
-        self._errands.check_kind(info)
+    def unlike(self, info: WeightInfo) -> str:
+        """Why an engine can be no member, as one of another model; "" where it can."""
+        return self._errands.unlike(info)
 
     def later(self, fn: Callable[[], None]) -> None:
         """In a thread of those that updates have."""
@@ -416,11 +417,14 @@ class Fleet(Directory):
         try:
             promise = self.promise
             standing = link.ask(Grant(fence=promise.fence, fleet=promise.fleet, epoch=None))
+            why = self.unlike(link.control.info())
         except ConfigError:
             raise
         except RolloutError as error:
             log.info("member %s does not answer yet: %s", link.name, error)
             return
+        if why:
+            raise ConfigError(f"the engine at {link.client.address} can be no member: {why}")
         with self._changed:
             if twin := self._state.members.twin(link.name, standing.epoch):
                 raise _is_member(link, twin)

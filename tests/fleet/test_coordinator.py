@@ -375,6 +375,30 @@ def test_a_member_that_cannot_be_brought_up_to_date_is_tried_again_ever_later_by
     assert 8 < len(tries) < 20
 
 
+def test_an_engine_of_another_kind_is_left_alone_until_it_is_restarted() -> None:
+    fleet = serving("a")
+    assert fills(stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=0)) == [Fill("c", "a", 4)]
+    fleet.unfit("c", 5, "what was another life's", 0.1)
+    assert not fleet.members["c"].unfit
+    fleet.unfit("c", standing("c").epoch, "it has another model", 0.2)
+    assert fills(stand(fleet, "c", asked(fleet, "c", 1.0), 1.0, version=0)) == []
+    assert fleet.members["c"].why == "it has another model"
+    assert fleet._admission.joining(LIVE, 1.0) == []
+    again = stand(fleet, "c", asked(fleet, "c", 2.0), 2.0, version=0, epoch=5)
+    assert fills(again) == [Fill("c", "a", 4)]
+
+
+def test_no_epoch_is_founded_with_an_engine_of_another_kind() -> None:
+    fleet = serving("a")
+    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=6)
+    fleet.unfit("c", standing("c").epoch, "it has another model", 0.1)
+    asks = asked(fleet, "a", 1.0)
+    stand(fleet, "a", asks, 1.0, version=0, epoch=5)  # restarted: nobody holds version 4 any more
+    stand(fleet, "c", [fleet._ask(fleet.members["c"], 1.0)], 1.0, version=6)
+    [founded] = [a.promise for a in fleet.tick(30.0) if isinstance(a, Write)]
+    assert founded.version == 0
+
+
 def test_a_member_that_leaves_ends_what_it_runs_and_is_said_to_have_left() -> None:
     fleet = serving("a", "b", "c")
     [last] = stand(fleet, "c", asked(fleet, "c", 0.6), 0.6, state="leaving", running=2)

@@ -1,6 +1,7 @@
 """A fleet of real engines behaves as one: its updates, its versions, its members' deaths."""
 
 import copy
+import re
 import sqlite3
 import threading
 import time
@@ -399,6 +400,35 @@ def test_an_engine_is_a_member_of_one_fleet_at_a_time(engines, tmp_path):
     finally:
         second.close()
         first.close()
+
+
+def test_an_engine_of_another_model_is_no_member_and_is_told_why(front, engines, tmp_path, caplog):
+    write_tiny(tmp_path / "other", intermediate_size=192)
+    front.fleet.wait_serving(3, 60)
+    why = (
+        r"it has another model: 6 of \d+ tensors differ \(model.layers.0.mlp.gate_proj.weight: "
+        r"\(192, 64\) there, \(128, 64\) in the fleet\); start it with the fleet's model"
+    )
+    with Rollout(str(tmp_path / "other"), **ENGINE) as other:
+        with pytest.raises(ConfigError, match=f"{other.address} can be no member: {why}"):
+            front.fleet.add(other.address, ask=True)
+        assert other.generate([[1, 2]], GREEDY)[0].finished  # it serves alone, as before
+        front.fleet.add(other.address)  # as one that answers later
+        eventually(lambda: re.search(f"{other.address}: {why}", front.fleet.whys()))
+    assert "failed" not in caplog.text
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_engine_of_another_model_does_not_hold_up_updates(front, trained, tmp_path, behind):
+    write_tiny(tmp_path / "other", intermediate_size=192)
+    if behind:
+        front.rollout.update_weights(trained)
+    with Rollout(str(tmp_path / "other"), **ENGINE) as other:
+        name = front.fleet.add(other.address)
+        eventually(lambda: "another model" in front.fleet.whys())
+        members = front.rollout.update_weights(trained).details["members"]
+        assert members.pop(name).startswith("took no part: it has another model")
+        assert set(members.values()) == {"committed"}
 
 
 def test_a_request_waits_for_the_version_that_it_asks_for(front, engines, trained, oracle):

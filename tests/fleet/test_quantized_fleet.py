@@ -76,7 +76,7 @@ def test_a_quantised_member_that_joins_gets_the_codes_of_another(
             plain = Rollout(checkpoint, **ENGINE)
             engines.append(plain)
             other = front.fleet.add(plain.address)
-            eventually(lambda: "grid" in row(front, other)["why"])
+            eventually(lambda: "quantization is 'none'" in row(front, other)["why"])
             assert row(front, other)["status"] != "serving"
     finally:
         front.close()

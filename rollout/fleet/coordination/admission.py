@@ -24,6 +24,9 @@ class Admission:
         standing = member.standing
         if standing is None or member.leaves:
             return False
+        if member.unfit:
+            member.why = member.unfit
+            return False
         if standing.state not in ("running", "fenced", "paused", "asleep") or member.busy:
             member.why = member.why if member.busy else f"it is {standing.state}"
             return False
@@ -75,7 +78,7 @@ class Admission:
         who is bringing it up to date gives way to the update.
         """
         standing = member.standing
-        if standing is None or member.leaves or member.status is Status.SERVING:
+        if standing is None or member.leaves or member.unfit or member.status is Status.SERVING:
             return False
         if standing.prepared and not member.holds:
             return False  # by what was last heard; one that holds what is live has committed since

@@ -152,7 +152,7 @@ class Coordinator:
         if known is not None and known.epoch != standing.epoch:
             lost = self._fence(member, "it has restarted", now)
             member.status, member.why = Status.FENCED, "it has restarted"  # also where it had left
-            member.holds, member.serves_until = False, now
+            member.holds, member.serves_until, member.unfit = False, now, ""
             member.standing, member.heard = standing, now
             return [*lost, *self._admit(member, now)]
         member.standing, member.heard = standing, now
@@ -184,6 +184,15 @@ class Coordinator:
             member.busy = False
             member.why = member.why if member.leaves else why
         return []
+
+    def unfit(self, name: str, life: int, why: str, now: float) -> list[Action]:
+        """A member can hold nothing of the fleet's in this ``life`` (its epoch): its model differs,
+        or how it holds it.
+        """
+        member = self.members.get(name)
+        if member is not None and member.standing is not None and member.standing.epoch == life:
+            member.unfit = why
+        return self.silent(name, why, now)
 
     def restarted(self, name: str, grant: Grant, why: str, now: float) -> list[Action]:
         """A member refuses ``grant`` as one for another life: its process was replaced where it

@@ -26,10 +26,10 @@ def new_epoch(
     if any(keeps(m) if m.leaves else m.holds for m in members):
         return None
     # What was asked before is of no use: it may have voted for what is promised since.
-    new = (m for m in members if m.answered > settled and not m.leaves)
+    new = (m for m in members if m.answered > settled and not (m.leaves or m.unfit))
     standings = [m.standing for m in new if m.standing is not None]
     ours = promise.version or promise.digest
-    stay = sum(not (m.gone or m.leaves) for m in members)
+    stay = sum(not (m.gone or m.leaves or m.unfit) for m in members)
     if not standings or (ours and len(standings) < stay):
         return None  # whoever does not answer may hold it
     best = max(s.version for s in standings)

@@ -42,6 +42,7 @@ class Member:
     not_before: float = float("-inf")  # the next of them
     why: str = NEW
     gone: bool = False  # its process has ended
+    unfit: str = ""  # why nothing can be done about it in this life
 
     @property
     def leaves(self) -> bool:

@@ -362,7 +362,8 @@ class FleetChannel:
     def _begin_joining(self, part: Part, request: UpdateRequest) -> Begun:
         """On a member that does not serve: it keeps the others waiting for a bounded time alone."""
         info = self._of.links[part.name].control.info()
-        self.fleet.check_kind(info)
+        if why := self.fleet.unlike(info):
+            raise ConfigError(why)
         begun: Future[Begun] = Future()
         limit = min(JOIN_WAIT, request.timeout)
         wanted = replace(request, adapters_after={} if info.adapters else None)
