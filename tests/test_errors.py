@@ -118,6 +118,8 @@ def test_a_status_without_our_metadata_is_judged_by_its_code(code, details, cls)
 def test_why_a_service_does_not_answer_is_said_in_plain_words(details, words):
     text = str(error_from_rpc(Failed(grpc.StatusCode.UNAVAILABLE, details, ()), "host:1"))
     assert words in text
+    assert "rollout serve MODEL" in text
+    assert "a fleet's front listens once enough engines serve" in text
     assert not any(raw in text for raw in ("UNKNOWN", "UNAVAILABLE", "ipv4", "recvmsg", "field:"))
 
 

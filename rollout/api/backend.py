@@ -74,6 +74,11 @@ class Backend(Protocol):
         """Whether the engine has yet to start, and may still do so."""
         ...
 
+    @property
+    def waits_for(self) -> str:
+        """While it is loading: what it waits for, and what to do about it; "" for itself alone."""
+        ...
+
     async def state(self) -> str:
         """``EngineStats.state``, or "loading" before; never waits for a start."""
         ...

@@ -104,6 +104,8 @@ class EmbeddedBackend:
         over = self._starting is not None and self._starting.done()
         return self._verbs is None and not over and self.core.state != "closed"
 
+    waits_for = ""
+
     async def state(self) -> str:
         if self.is_loading:
             return "loading"

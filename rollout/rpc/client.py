@@ -247,6 +247,8 @@ class RolloutClient:
     def is_loading(self) -> bool:
         return False  # a service that answers has loaded
 
+    waits_for = ""
+
     async def state(self) -> str:
         return (await self.server_info()).state
 

@@ -104,7 +104,8 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
     if code is grpc.StatusCode.UNAVAILABLE:
         return EngineClosed(
             f"the rollout service at {address} does not answer: {reason(details)}; start it with "
-            "`rollout serve MODEL --grpc-port PORT`, or check the address it printed as grpc="
+            "`rollout serve MODEL --grpc-port PORT`, or check the address it printed as grpc= (a "
+            "fleet's front listens once enough engines serve, and its log says which do not)"
         )
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return ConfigError(

@@ -125,7 +125,11 @@ def test_below_its_quorum_a_front_says_so_and_ends_at_its_deadline(tmp_path):
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
                 starting = asyncio.create_task(rollout.start())
-                assert (await http.get("/v1/models")).status_code == 503
+                reply = await http.get("/v1/models")
+                assert reply.status_code == 503
+                said = "0 of the fleet's 1 engines serve, and 1 are needed to begin: " + NOBODY
+                assert said in reply.text
+                assert "start those that are missing, or the front with a lower --q" in reply.text
                 [row] = (await http.get("/fleet/members")).json()["members"]
                 assert (row["name"], row["status"]) == (NOBODY, "joining")
                 for address, why in (

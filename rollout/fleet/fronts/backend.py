@@ -10,7 +10,7 @@ from rollout.engine.updates.vllm_session import VerbSession
 from rollout.fleet.calls.hold import Hold
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.fronts.front import Front
-from rollout.fleet.fronts.gathering import gather
+from rollout.fleet.fronts.gathering import gather, missing
 from rollout.fleet.fronts.route_teller import RouteTeller
 from rollout.fleet.launching.replicas import Replicas
 from rollout.fleet.updates.broadcast_update import FleetTarget
@@ -68,6 +68,10 @@ class FleetBackend(Front):
             self._teller.begins = True
             await asyncio.to_thread(self.fleet.serve)
             self._started = await self._any(self._asked)
+
+    @property
+    def waits_for(self) -> str:
+        return missing(self.fleet)
 
     def _others_route(self) -> bool:
         return self._teller.is_asked

@@ -100,6 +100,10 @@ class Front(ABC):
         return self._started is None and not self._closed
 
     @property
+    def waits_for(self) -> str:
+        return f"no member of the fleet serves yet: {self.fleet.whys()}"
+
+    @property
     def seen(self) -> tuple[int | None, int]:
         return self.fleet.epoch, 0
 

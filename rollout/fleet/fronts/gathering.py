@@ -33,6 +33,16 @@ def gather(fleet: Fleet, timeout: float) -> None:
     fleet.wait(lambda: not fleet.has_new, min(GRACE, _left(deadline)))
 
 
+def missing(fleet: Fleet) -> str:
+    """Who is waited for and what to do, as ``gather`` goes on; "" once enough serve."""
+    if _lacking(fleet) <= 0:
+        return ""
+    return (
+        f"{_count(fleet)}: {fleet.whys() or 'none was added'}; start those that are missing, or "
+        "the front with a lower --quorum"
+    )
+
+
 def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 

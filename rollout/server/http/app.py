@@ -110,7 +110,7 @@ def build_app(
         tokens=tokens or Tokens(),
         max_body_bytes=max_body_bytes,
         open_routes=open_routes,
-        is_loading=lambda: rollout.backend.is_loading,
+        loading=lambda: _loading(rollout),
         shapes=shapes,
     )
     app.state.rollout, app.state.grpc_port = rollout, ""  # its gRPC port, once it has one
@@ -119,6 +119,12 @@ def build_app(
     for dialect in DIALECTS:
         include(app, dialect.routes)
     return app
+
+
+def _loading(rollout: AsyncRollout) -> str:
+    if not rollout.backend.is_loading:
+        return ""
+    return rollout.backend.waits_for or "the engine is loading: ask /health"
 
 
 @routes.on("GET", "/health", Access.OPEN)

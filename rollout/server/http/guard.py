@@ -77,9 +77,9 @@ class Guard:
     """An ASGI application before another one; it refuses before anything of a body is read.
 
     ``tokens``: who may call what. ``open_routes``: the routes of a listener where these answer
-    without a token and no others do. ``is_loading``: whether none can answer yet but those that
-    need no engine. ``max_body_bytes``: of one request, whether it announces its length or not.
-    ``shapes``: of the errors, by path.
+    without a token and no others do. ``loading``: why none can answer yet but those that need
+    no engine; "" once they can. ``max_body_bytes``: of one request, whether it announces its length
+    or not. ``shapes``: of the errors, by path.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class Guard:
         tokens: Tokens,
         max_body_bytes: int,
         open_routes: Collection[str] | None = None,
-        is_loading: Callable[[], bool] = lambda: False,
+        loading: Callable[[], str] = lambda: "",
         shapes: Mapping[str, ErrorShape] = MappingProxyType({}),
     ) -> None:
         self._shapes = shapes
         self._app, self._tokens, self._limit = app, tokens, max_body_bytes
-        self._open, self._is_loading = open_routes, is_loading
+        self._open, self._loading = open_routes, loading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # there are none
@@ -122,8 +122,8 @@ class Guard:
         elif why := self._tokens.refusal(path, _given(headers), method):
             return refuse(why, "AuthenticationError", 401)
         needs_engine = access_of(method, path) is not Access.OPEN and (method, path) not in AT_ONCE
-        if needs_engine and self._is_loading():
-            return JSONResponse(*error_body(EngineClosed("the engine is loading: ask /health")))
+        if needs_engine and (why := self._loading()):
+            return JSONResponse(*error_body(EngineClosed(why)))
         announced = headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._limit:
             return refuse(self._too_large(), "InvalidRequest", 413)
