@@ -86,11 +86,13 @@ class RunningCalls:
         deadline = time.monotonic() + self.core.config.timeout
         while self.core.version < version:
             if time.monotonic() > deadline:
+                alone = self.core.serving.left is None  # a fleet's epoch is not its members'
+                epoch = f"epoch {self.core.epoch}" if alone else "the fleet's epoch"
                 raise VersionConflict(
                     f"version {version} was asked for and did not become live within "
-                    f"{self.core.config.timeout:g} s: version {self.core.version} is (of epoch "
-                    f"{self.core.epoch}, whose versions count by themselves); ask for that or "
-                    "less, or update the weights"
+                    f"{self.core.config.timeout:g} s: version {self.core.version} is (of {epoch}, "
+                    "whose versions count by themselves); ask for that or less, or update the "
+                    "weights"
                 )
             if self.core.state in ("dead", "closed"):
                 return  # who submits hears why

@@ -449,6 +449,12 @@ def test_a_request_waits_for_the_version_that_it_asks_for(front, engines, traine
     assert {span.version for o in outputs for span in o.outputs[0].weight_versions} == {1}
 
 
+@pytest.mark.parametrize("engines", [{"timeout": 2.0}], indirect=True)
+def test_a_version_that_does_not_come_is_said_to_be_of_the_fleets_epoch(front):
+    with pytest.raises(VersionConflict, match=r"version 0 is \(of the fleet's epoch, whose"):
+        front.rollout.generate(PROMPTS[:1], {**GREEDY, "min_version": 1})
+
+
 def test_a_client_of_a_front_reads_what_it_wrote_in_the_fleets_epoch(front, trained):
     with Rollout.connect(front.rollout.address, timeout=30) as client:
         receipt = client.update_weights(trained)
