@@ -313,7 +313,10 @@ class EmbeddedBackend:
         core.serving.check_fleet(grant.fleet)
         coordinator.see_fence(grant.fence, grant.fleet, asks=grant.epoch is None)
         if grant.epoch is not None:
-            core.serving.grant(grant.until, (grant.fence, grant.serial), grant.returns, grant.fleet)
+            order = grant.fence, grant.serial
+            core.serving.grant(
+                grant.until, order, grant.returns, grant.fleet, removed=grant.removed
+            )
         return Standing(
             epoch=core.epoch,
             clock=core.serving.clock(),

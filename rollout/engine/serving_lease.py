@@ -31,6 +31,7 @@ class ServingLease:
         self._returns: float | None = None  # when it serves alone again, as before its fleet came
         self._newest = (0, 0)
         self._fleet = 0  # which one has granted last
+        self._removed = False  # whether it has let this engine go
         self._lock = threading.Lock()
 
     @staticmethod
@@ -59,11 +60,13 @@ class ServingLease:
         order: tuple[int, int],
         returns: float | None = None,
         fleet: int = 0,
+        *,
+        removed: bool = False,
     ) -> None:
         """Unless a grant that comes later in the ``order`` they were made in has been here.
 
         ``returns``: of a fleet that has not begun; when an engine that it found serving alone does
-        so again, unless it hears of the fleet until then.
+        so again, unless it hears of the fleet until then. ``removed``: of one that is let go.
         """
         with self._lock:
             if self._is_another(fleet):  # which counts anew
@@ -72,7 +75,7 @@ class ServingLease:
             if order >= self._newest:
                 was_alone = self._until is None or self._returns is not None
                 self._returns = returns if was_alone else None
-                self._until, self._newest = until, order
+                self._until, self._newest, self._removed = until, order, removed
         self.on_grant()
 
     @property
@@ -136,6 +139,12 @@ class ServingLease:
 
     @property
     def refusal(self) -> EngineClosed:
+        if self._removed:
+            return EngineClosed(
+                "this engine was removed from its fleet, and serves nobody: ask the fleet's own "
+                "address, restart this engine for it to serve alone, or add it to a fleet "
+                "(POST /fleet/members)"
+            )
         return EngineClosed(
             "this member of a fleet may not serve: its lease has run out, as its coordinator has "
             "fenced it or cannot reach it; ask the fleet's own address, start the fleet's front "

@@ -136,7 +136,7 @@ class Link:
 def let_go(link: Link, grant: Grant) -> RolloutError | None:
     """Tell a member that the fleet forgets; the error where it did not hear of it."""
     try:
-        link.control.serve(grant)
+        link.control.serve(replace(grant, removed=link.knows("removals")))
     except RolloutError as error:
         return error
     finally:

@@ -360,6 +360,18 @@ def test_a_member_without_a_lease_serves_nobody_and_says_so(engines):
             backend.serve(Grant(fence=3, serial=4, epoch=stood.epoch, until=stood.clock + 60))
 
 
+def test_a_member_that_was_removed_says_so_until_it_is_added_again(front, engines):
+    front.fleet.wait_serving(3, 60)
+    name, engine = front.names[0], engines[0]
+    front.fleet.remove(name)
+    eventually(lambda: engine.metrics().state == "fenced")
+    with pytest.raises(EngineClosed, match=r"was removed from its fleet.*restart this engine"):
+        engine.generate([[1, 2]], GREEDY)
+    assert front.fleet.add(engine.address) == name
+    eventually(lambda: engine.metrics().state == "running", 60)
+    assert engine.generate([[1, 2]], GREEDY)[0].finished
+
+
 def test_when_its_coordinator_is_gone_a_fleet_stops_and_another_takes_it_over(
     engines, tmp_path, trained, oracle
 ):

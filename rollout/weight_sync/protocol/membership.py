@@ -28,7 +28,8 @@ class Grant:
     ``epoch``: which life of the engine is meant. None changes nothing and asks where the member
     stands. ``returns``: the fleet has not begun; an engine that served alone before does so again
     once its clock says this. ``kv``: its standing is to say how full its KV cache is. ``fleet``:
-    whose grant it is; a member that serves under another fleet's refuses it.
+    whose grant it is; a member that serves under another fleet's refuses it. ``removed``: it is the
+    last one, as the fleet has let the member go.
     """
 
     fence: Count
@@ -38,6 +39,7 @@ class Grant:
     returns: Seconds | None = field(default=None, metadata=ADDED)
     kv: bool = field(default=False, metadata=ADDED)
     fleet: Digest = field(default=0, metadata=ADDED)
+    removed: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
