@@ -388,6 +388,15 @@ def test_an_engine_of_another_kind_is_left_alone_until_it_is_restarted() -> None
     assert fills(again) == [Fill("c", "a", 4)]
 
 
+def test_a_version_above_the_fleets_is_told_with_both_causes_and_remedies() -> None:
+    fleet = serving("a")
+    assert stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=6) == []
+    why = fleet.members["c"].why
+    assert why.startswith("its version 6 is above the fleet's 4: it was updated at its own address")
+    assert "(restart it)" in why
+    assert "a new or an older one (start it with that of the fleet)" in why
+
+
 def test_no_epoch_is_founded_with_an_engine_of_another_kind() -> None:
     fleet = serving("a")
     stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=6)

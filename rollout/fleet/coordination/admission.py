@@ -44,7 +44,8 @@ class Admission:
         if standing.version > live.version:
             member.why = (
                 f"its version {standing.version} is above the fleet's {live.version}: it was "
-                "updated at its own address: restart it"
+                "updated at its own address (restart it), or this front has another --record than "
+                "the fleet had, a new or an older one (start it with that of the fleet)"
             )
             return []
         return self._fill(member, live, taken, now)
