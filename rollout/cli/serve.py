@@ -49,6 +49,11 @@ def serve(args: argparse.Namespace) -> int:
     check_slots(at, config)
     if args.replicas < 1:
         raise ConfigError("--replicas must be 1 or more")
+    if (args.quorum or 1) > args.replicas:
+        raise ConfigError(
+            f"--quorum {args.quorum} is more than --replicas {args.replicas}: no update could "
+            "commit"
+        )
     several = max(args.replicas, args.min_replicas or 1, args.max_replicas or 1) > 1
     check_followed(args.follow, config.weight_dirs)
     service = serving_replicas(config, at, args) if several else _engine(args, config, at)

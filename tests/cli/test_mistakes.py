@@ -96,6 +96,8 @@ def test_replicas_that_could_not_do_as_asked_are_refused(run: Run, tiny: Path) -
     serve = ("serve", tiny, *FREE_PORTS, *CPU)
     below = ("--replicas", 3, "--quorum", 2, "--min-replicas", 1)
     refused(run(*serve, *below), "--min-replicas 1 is below --quorum 2")
+    for given in ((), ("--replicas", 2, "--max-replicas", 4)):
+        refused(run(*serve, *given, "--quorum", 3), "--quorum 3 is more than --replicas")
     refused(run(*serve, "--min-replicas", 2), "--replicas 1 is not between --min-replicas 2")
 
 

@@ -73,6 +73,15 @@ def test_a_front_serves_as_soon_as_its_quorum_does_and_names_who_does_not_answer
         front.close()
 
 
+def test_a_quorum_of_more_engines_than_there_are_is_warned_of(engines, tmp_path, caplog):
+    front = Front(tmp_path / "record", engines[:1], quorum=2)
+    try:
+        assert front.rollout.generate([[1, 2]], GREEDY)[0].finished
+        assert "no update can commit: the fleet has 1 engines, and --quorum is 2; a" in caplog.text
+    finally:
+        front.close()
+
+
 def refused(engine):
     try:
         engine.generate([[1, 2]], GREEDY)

@@ -31,6 +31,12 @@ def gather(fleet: Fleet, timeout: float) -> None:
             )
         log.warning("%s: waiting for %.0f s more (--start-timeout)", _count(fleet), _left(deadline))
     fleet.wait(lambda: not fleet.has_new, min(GRACE, _left(deadline)))
+    if fleet.quorum > fleet.num_members:
+        log.warning(
+            "no update can commit: the fleet has %d engines, and --quorum is %d; add more "
+            "(POST /fleet/members), or start the front with a lower --quorum",
+            fleet.num_members, fleet.quorum,
+        )  # fmt: skip
 
 
 def missing(fleet: Fleet) -> str:
