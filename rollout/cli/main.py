@@ -198,6 +198,7 @@ def _shown(output: Any, completion: Any, as_json: bool) -> str:
             "token_ids": completion.token_ids,
             "logprobs": [p if isfinite(p) else None for p in completion.logprobs.raw],
             "finish_reason": completion.finish_reason,
+            "epoch": output.epoch,
             "weight_versions": [[s.version, s.start, s.stop] for s in completion.weight_versions],
             "staleness": completion.staleness,
         }

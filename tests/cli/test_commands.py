@@ -157,6 +157,7 @@ def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Pa
         _, out, _ = run("info", served.grpc, "--json")
         facts = json.loads(out)
         assert (facts["ranks"], facts["version"], facts["state"]) == (2, 0, "running")
+        assert row["epoch"] == facts["epoch"]
         assert facts["tokens_generated"] == 4
         assert facts["receipts"] == []
         assert facts["undo"] == "host"

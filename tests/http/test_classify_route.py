@@ -103,10 +103,11 @@ async def test_pooling_gives_bare_numbers_of_the_last_token_or_of_each(judge: An
 
 
 async def test_sglangs_classify_gives_rewards_as_its_clients_read_them(judge: Any) -> None:
-    _, http, model = judge
+    engine, http, model = judge
     one = await post(http, "/classify", model="judge", input_ids=IDS[0], rid="mine")
     assert one["embedding"] == pytest.approx(wanted(model, IDS[0]).tolist(), abs=1e-4)
     assert (one["meta_info"]["id"], one["meta_info"]["prompt_tokens"]) == ("mine", 3)
+    assert one["meta_info"]["epoch"] == (await engine.weight_info()).epoch
     many = await post(http, "/classify", text=["Hello", "One two"])
     assert len(many) == 2
     alone = await post(http, "/classify", text="Hello")

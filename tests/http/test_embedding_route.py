@@ -9,18 +9,21 @@ import httpx
 import openai
 import pytest
 
+from rollout import Rollout
+
 IDS = [5, 6, 7, 8]
 
 
 def test_the_client_parses_what_it_asks_for_by_default_and_as_numbers(
-    client: openai.OpenAI,
+    client: openai.OpenAI, rollout: Rollout
 ) -> None:
     packed = client.embeddings.create(model="tiny", input=IDS)  # base64, unpacked by the client
     plain = client.embeddings.create(model="tiny", input=IDS, encoding_format="float")
     assert packed.data[0].embedding == pytest.approx(plain.data[0].embedding, abs=1e-7)
     assert len(plain.data[0].embedding) == 64
     assert math.hypot(*plain.data[0].embedding) == pytest.approx(1, abs=1e-5)
-    assert plain.data[0].model_dump()["weight_version"] == 0
+    told = plain.data[0].model_dump()
+    assert (told["weight_version"], told["epoch"]) == (0, rollout.weight_info().epoch)
     assert (plain.model, plain.usage.prompt_tokens, plain.usage.total_tokens) == ("tiny", 4, 4)
 
 

@@ -55,6 +55,40 @@ def versions(choice: dict[str, Any]) -> set[int]:
     return {span["version"] for span in choice["weight_versions"]}
 
 
+SGLANG = {"input_ids": IDS["prompt"], "sampling_params": {"max_new_tokens": 4}}
+SAMPLED = {
+    "/v1/completions": IDS,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
+    "/generate": SGLANG,
+    "/inference/v1/generate": {"token_ids": IDS["prompt"], "sampling_params": {"max_tokens": 4}},
+}
+
+
+def stamps(answer: Any) -> list[dict[str, Any]]:
+    """Whatever in it has versions of weights."""
+    if isinstance(answer, list):
+        return [found for each in answer for found in stamps(each)]
+    if not isinstance(answer, dict):
+        return []
+    own = [answer] if {"weight_version", "weight_versions"} & answer.keys() else []
+    return own + stamps(list(answer.values()))
+
+
+@pytest.mark.parametrize("path", SAMPLED)
+def test_answers_say_in_which_epoch_their_versions_count(
+    path: str, http: httpx.Client, rollout: Rollout
+) -> None:
+    epoch = rollout.weight_info().epoch
+    [whole] = stamps(http.post(path, json=SAMPLED[path]).json())
+    assert whole["epoch"] == epoch
+    reply = http.post(path, json={**SAMPLED[path], "stream": True})
+    events = [row.removeprefix("data: ") for row in reply.text.splitlines() if "data: {" in row]
+    parts = [part for row in events for part in stamps(json.loads(row)) if part["weight_versions"]]
+    assert parts, reply.text
+    assert {part["epoch"] for part in parts} == {epoch}
+
+
 def test_a_request_runs_once_the_version_is_live_that_it_asks_for(
     http: httpx.Client, rollout: Rollout, model: tuple[Path, Any]
 ) -> None:

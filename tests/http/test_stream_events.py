@@ -40,6 +40,7 @@ def outputs() -> list[RequestOutput]:
             RequestOutput(
                 request_id="r", prompt=None, prompt_token_ids=[1], prompt_logprobs=None,
                 outputs=samples, finished=count == len(TEXTS), num_cached_tokens=0,
+                epoch=7 + (count > 9),
             )
         )  # fmt: skip
     return made
@@ -66,6 +67,7 @@ def test_events_made_from_the_one_before_are_those_made_by_themselves(chat: bool
     assert "".join(text for text, c in zip(texts, choices, strict=True) if c["index"]) == "".join(
         TEXTS
     )
+    assert [c["epoch"] for c in choices] == [7] * 18 + [8] * 2
     assert choices[-1]["weight_versions"][-1] == {"version": 2, "start": 6, "stop": len(TEXTS)}
 
 

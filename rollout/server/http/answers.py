@@ -162,7 +162,7 @@ class Stream:
             ended = completion.finish_reason is not None
             if len(completion.token_ids) > tokens or len(completion.text) > chars or ended:
                 self._sent[choice] = (len(completion.text), len(completion.token_ids))
-                grown = None if first or ended else self._grown(completion, choice, chars)
+                grown = None if first or ended else self._grown(output, completion, choice, chars)
                 if grown is None:
                     part = self._part(output, completion, choice, first, chars, tokens)
                     grown = event(self._chunk([part]))
@@ -188,7 +188,9 @@ class Stream:
                 prepend_prompt(part, output, self.style.token_text, self.style.top)
         return part
 
-    def _grown(self, completion: Completion, choice: int, chars: int) -> str | None:
+    def _grown(
+        self, output: RequestOutput, completion: Completion, choice: int, chars: int
+    ) -> str | None:
         """The event of a sample that has more text, and nothing else new; None for others.
 
         It is the sample's event before it but for two places: one like that is made once, as any
@@ -197,7 +199,7 @@ class Stream:
         text, spans = completion.text[chars:], completion.weight_versions
         if not (self._is_plain and text and spans) or completion.sampling_mask is not None:
             return None
-        last, same = spans[-1], (completion.staleness, completion.adapter)
+        last, same = spans[-1], (output.epoch, completion.staleness, completion.adapter)
         kept = self._kept.get(choice)
         if (
             kept is None
@@ -206,7 +208,7 @@ class Stream:
             or kept.last.version != last.version
             or kept.last.start != last.start
         ):
-            part = _common(completion, choice, 0, self.style)
+            part = _common(output, completion, choice, 0, self.style)
             part["weight_versions"][-1]["stop"] = -1  # is found again: strings' quotes are escaped
             part |= {"delta": {"content": ""}} if self.style.chat else {"text": ""}
             head, stop, rest = event(self._chunk([part])).partition('"stop": -1')
@@ -240,7 +242,7 @@ class Stream:
 class _Kept:
     """A sample's event without its last span's stop and its text, and what it was made of."""
 
-    same: tuple[int, str]  # staleness and adapter
+    same: tuple[int, int, str]  # epoch, staleness and adapter
     earlier: tuple[VersionSpan, ...]
     last: VersionSpan
     head: str
@@ -261,7 +263,7 @@ def _envelope(style: AnswerStyle, name: str, choices: list[dict[str, Any]]) -> d
 def _choice(
     output: RequestOutput, completion: Completion, index: int, style: AnswerStyle
 ) -> dict[str, Any]:
-    choice = _common(completion, index, 0, style)
+    choice = _common(output, completion, index, 0, style)
     if style.chat:
         message = _message(output, completion, style)
         choice["message"] = whole_message(message, _call_ids(style, index), style.role)
@@ -300,7 +302,7 @@ def _part(
     first: bool,
     style: AnswerStyle,
 ) -> dict[str, Any]:
-    choice = _common(completion, index, tokens, style)
+    choice = _common(output, completion, index, tokens, style)
     if style.token_ids:
         choice["token_ids"] = completion.token_ids[tokens:]
         if first:
@@ -308,7 +310,9 @@ def _part(
     return choice | beside_tokens(output, completion, tokens)
 
 
-def _common(completion: Completion, index: int, start: int, style: AnswerStyle) -> dict[str, Any]:
+def _common(
+    output: RequestOutput, completion: Completion, index: int, start: int, style: AnswerStyle
+) -> dict[str, Any]:
     """What a choice and a chunk share; logprobs from token ``start`` on."""
     make = chat_logprobs if style.chat else _completion_logprobs
     return {
@@ -316,6 +320,7 @@ def _common(completion: Completion, index: int, start: int, style: AnswerStyle) 
         "logprobs": make(completion, start, style) if style.logprobs else None,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        "epoch": output.epoch,
         "weight_versions": [
             {"version": s.version, "start": s.start, "stop": s.stop}
             for s in completion.weight_versions

@@ -216,6 +216,7 @@ def _sglang_row(output: ClassificationOutput, took: float) -> Document:
             "prompt_tokens": len(output.prompt_token_ids),
             "cached_tokens": output.num_cached_tokens,
             "weight_version": str(output.weight_version),
+            "epoch": output.epoch,
             "e2e_latency": took,
         },
     }

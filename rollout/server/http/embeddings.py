@@ -73,4 +73,5 @@ def _row(index: int, output: EmbeddingOutput, encoding: str) -> dict[str, Any]:
         "index": index,
         "embedding": embedding,
         "weight_version": output.weight_version,
+        "epoch": output.epoch,
     }

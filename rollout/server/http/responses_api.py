@@ -123,6 +123,7 @@ class ResponseAnswer:
             "top_p": asked.get("top_p", 1.0),
             "truncation": "disabled",
             "usage": None if output is None else _usage(output, self._reader),
+            "epoch": None if output is None else output.epoch,
             "weight_versions": [] if output is None else _versions(output),
         }
 

@@ -267,6 +267,7 @@ def _meta_info(
         "prompt_tokens": len(output.prompt_token_ids),
         "completion_tokens": stop,
         "cached_tokens": output.num_cached_tokens,
+        "epoch": output.epoch,
         "weight_version": spans[-1]["version"] if spans else _prefilled_by(completion, versions),
         "weight_versions": spans,
         "staleness": completion.staleness,

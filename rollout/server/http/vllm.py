@@ -252,6 +252,7 @@ def _choice(
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "logprobs": chat_logprobs(completion, start, style) if style.logprobs else None,
+        "epoch": output.epoch,
         "weight_versions": [asdict(span) for span in completion.weight_versions],
         "staleness": completion.staleness,
         **beside_tokens(output, completion, start),
