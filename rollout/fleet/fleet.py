@@ -95,14 +95,16 @@ class Fleet(Directory):
         *,
         tls_server_name: str | None = None,
         ask: bool = False,
+        http: str = "",
+        pid: int | None = None,
     ) -> str:
         """A member at "host:port" of its gRPC server, under ``name`` (default: the address).
 
         Under the name of another it takes that one's place. It serves once it is known to hold what
         the fleet serves, and it need not be there yet; with ``ask`` whoever answers there now has
         to be an engine of the fleet's model. ``tls_server_name``: what its certificate is made out
-        to, where that is not what the others' are. ``ConfigError`` for a bad address, and for an
-        engine that is a member.
+        to, where that is not what the others' are. ``http``, ``pid``: as a ``Link`` has them.
+        ``ConfigError`` for a bad address, and for an engine that is a member.
         """
         tls = self._tls
         if tls_server_name is not None:
@@ -110,6 +112,7 @@ class Fleet(Directory):
                 raise ConfigError("tls_server_name needs a fleet that reaches its members over TLS")
             tls = replace(tls, server_name=tls_server_name)
         link = Link.to(address, token, name or address, self.lease, tls)
+        link.http, link.pid = http, pid
         try:
             if ask:
                 self._meet(link)
@@ -171,6 +174,9 @@ class Fleet(Directory):
 
     def died(self, name: str, why: str = "its process has ended") -> None:
         """As whoever has started it sees: it is asked no more, until it is added again."""
+        with self._changed:
+            if (link := self._links.get(name)) is not None:
+                link.http, link.pid = "", None
         self._feed(lambda now: self._state.died(name, now, why))
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
@@ -237,7 +243,8 @@ class Fleet(Directory):
 
     def members(self) -> list[dict[str, Any]]:
         with self._changed:
-            return describe(self._state.members.values())
+            rows = describe(self._state.members.values())
+            return [{**row, **self._links[str(row["name"])].where} for row in rows]
 
     def standings(self) -> dict[str, Standing]:
         with self._changed:

@@ -24,7 +24,8 @@ LOOK_AGAIN = 30.0  # seconds until it is looked at once more why it does not ans
 class Link:
     """One member as the front reaches it: ``client`` for calls and weights, ``control`` for what
     may not wait. ``calls``: of this front, under way there; ``others``: of other fronts, as the
-    member reported last.
+    member reported last. ``http``: "host:port" of its HTTP server, "" where nobody has said;
+    ``pid``: of its process, where this front has started it on its own host.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Link:
     joins: bool = False  # by the update under way: it does not serve yet
     calls: int = 0
     others: int = 0
+    http: str = ""
+    pid: int | None = None
     report: Report | None = None  # its last one
     met: bool = False  # whether ``client`` knows what it can do
     verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
@@ -67,6 +70,11 @@ class Link:
             RolloutClient(address, token, timeout=soon, tls=tls, keeps_epoch=False),
             token, tls,
         )  # fmt: skip
+
+    @property
+    def where(self) -> dict[str, str | int | None]:
+        """For people."""
+        return {"address": self.client.address, "http": self.http or None, "pid": self.pid}
 
     def sending(self, version: int, timeout: float) -> SendTo:
         """What another member is told that is to bring this one to its ``version``."""

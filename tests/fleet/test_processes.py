@@ -18,6 +18,7 @@ from shared_engines import eventually, standing_still
 
 from rollout import Rollout, SamplingParams
 from rollout.errors import RolloutError
+from rollout.rpc.http_port import GRPC_PORT
 
 pytestmark = pytest.mark.more
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
@@ -52,6 +53,11 @@ def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle)
     with serve(checkpoint, "--replicas", "2", "--deterministic", *FLAGS) as served:
         processes = descendants(served.process.pid)
         with Rollout.connect(served.grpc) as client, ThreadPoolExecutor(len(LONG)) as pool:
+            rows = members(served.http)
+            assert {row["pid"] for row in rows} <= processes
+            for row in rows:
+                with urllib.request.urlopen(f"http://{row['http']}/health", timeout=30) as reply:
+                    assert reply.headers[GRPC_PORT] == row["address"].partition(":")[2]
             assert client.update_weights(trained).version == 1
             expected = tokens(oracle.generate(PROMPTS, GREEDY))
             assert tokens(client.generate(PROMPTS, GREEDY)) == expected
@@ -63,8 +69,7 @@ def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle)
                 return streams
 
             streams = standing_still(begin, client, len(LONG))
-            killed = next(pid for pid in processes if b"serve" in command(pid))
-            os.kill(killed, signal.SIGKILL)
+            os.kill(rows[0]["pid"], signal.SIGKILL)
             eventually(lambda: resumed(client))  # once the front knows that it is gone
             ends = pool.map(lambda stream: list(stream)[-1], streams)
             for got, want in zip(ends, undisturbed, strict=True):

@@ -21,7 +21,7 @@ from rollout.server.http.app import build_app
 class Engine:
     """A real engine of this process, whose end is told as a process's would be."""
 
-    token, waits_for = "", ""
+    token, waits_for, http, pid = "", "", "127.0.0.1:1", 7
 
     def __init__(self, model):
         self._model, self._told, self._ended = model, threading.Event(), None
@@ -91,6 +91,8 @@ def test_engines_come_and_go_as_it_is_asked(fleet, checkpoint):
     try:
         replicas.start()
         eventually(lambda: names(fleet) == ["replica-0"])
+        [row], [link] = fleet.members(), fleet.links()
+        assert (row["address"], row["http"], row["pid"]) == (link.client.address, "127.0.0.1:1", 7)
         replicas.scale(2)
         eventually(lambda: names(fleet) == ["replica-0", "replica-1"])
         # Its machine is about to go: another is there for it, under a name of its own.
@@ -100,7 +102,7 @@ def test_engines_come_and_go_as_it_is_asked(fleet, checkpoint):
         eventually(lambda: [row["name"] for row in fleet.members()] == ["replica-1"])
         # It ends by itself: it is started again, as what it was.
         here.launched["replica-1"].tell(End(why="its process has ended with status -9"))
-        eventually(lambda: "status -9" in fleet.members()[0]["why"])
+        eventually(lambda: "status -9" in (row := fleet.members()[0])["why"] and not row["pid"])
         eventually(lambda: names(fleet) == ["replica-1"])
         for count in (0, 3):
             with pytest.raises(ConfigError, match="may have 1 to 2"):

@@ -67,7 +67,8 @@ def test_updates_reads_and_control_through_any_front_are_the_fleets(
             assert client.receipts()[-1].digest == receipt.digest
             assert client.metrics().weight_updates_total == 1
             assert client.generate([[1]], {**GREEDY, "min_version": 1})[0].finished
-        assert {row["status"] for row in other.fleet.members()} == {"serving"}
+        told = [(r["name"], r["address"], r["http"], r["status"]) for r in other.fleet.members()]
+        assert told == [(name, name, None, "serving") for name in front.names]
 
         first.update_weights(trained)
         assert [engine.weight_version for engine in engines] == [2, 2, 2]

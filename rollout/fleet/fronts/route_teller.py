@@ -64,6 +64,8 @@ class RouteTeller:
         for row in fleet.members():
             if (link := links.get(str(row["name"]))) is None:
                 continue
+            for own in ("address", "http", "pid"):
+                del row[own]
             standing, way = standings.get(link.name), self._way(link)
             if not self.begins:
                 row = {**row, "why": row["why"] or "the coordinating front has not begun yet"}

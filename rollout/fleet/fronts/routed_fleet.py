@@ -129,9 +129,12 @@ class RoutedFleet(Directory):
         names = ("name", "status", "state", "version", "running", "waiting")
         with self._changed:
             return [
-                {**{n: getattr(r, n) for n in names}, "why": r.why or self._why_not(r)}
+                {
+                    **{n: getattr(r, n) for n in names}, "why": r.why or self._why_not(r),
+                    **self._links[r.name].where,
+                }
                 for r in self._routes.values()
-            ]
+            ]  # fmt: skip
 
     def add(
         self,

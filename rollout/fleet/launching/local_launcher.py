@@ -70,6 +70,14 @@ class LocalReplica:
         self._process, self._given_back = process, given_back
         self._lock = threading.Lock()
 
+    @property
+    def http(self) -> str:
+        return self._process.http
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ready(self) -> str:
         return self._process.ready()
 

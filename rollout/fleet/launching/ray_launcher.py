@@ -208,6 +208,8 @@ class RayLauncher:
 class RayReplica:
     """One such engine, from the time that it is asked for. ``actor``: where it runs already."""
 
+    http, pid = "", None  # its node's
+
     def __init__(
         self,
         launcher: RayLauncher,

@@ -39,11 +39,17 @@ class End:
 
 class Replica(Protocol):
     """An engine that starts or runs. ``token``: by which it is reached. ``waits_for``: what keeps
-    it from starting, "" for nothing.
+    it from starting, "" for nothing. ``http``, ``pid``: see ``Link``; once it is ``ready``.
     """
 
     token: str
     waits_for: str
+
+    @property
+    def http(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None: ...
 
     def ready(self) -> str:
         """Blocks; the address of its gRPC server. ``RolloutError`` where it has ended."""
@@ -270,7 +276,7 @@ class Replicas:
             with self._changed:
                 if self._is_over(name):
                     return end
-                self._fleet.add(address, replica.token, name)
+                self._fleet.add(address, replica.token, name, http=replica.http, pid=replica.pid)
                 self._ready.add(name)
                 self._changed.notify_all()
             end = replica.wait()
