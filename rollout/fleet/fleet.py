@@ -81,6 +81,8 @@ class Fleet(Directory):
         self._updating = ThreadPoolExecutor(THREADS, "rollout-fleet-update")
         self._closing = threading.Event()
         self._commits = 0  # of which an answer is due
+        self.members_lost = 0  # how often one has left service without being told to
+        self._served: set[str] = set()  # when that was looked at last
         self.parted = 0
         self._ticker = threading.Thread(target=self._tick, name="rollout-fleet-tick", daemon=True)
         self._ticker.start()
@@ -457,6 +459,9 @@ class Fleet(Directory):
                 with self._changed:
                     members, live = self._state.members.values(), self._state.promise
                     self._log.look(members, live, time.monotonic())
+                    out = self._served & {m.name for m in members if not m.leaves}
+                    self._served = set(self._state.serving)
+                    self.members_lost += len(out - self._served)
             except Exception:
                 log.exception("the fleet's coordinator failed")
 

@@ -60,7 +60,8 @@ class EngineStats:
     of the live weights, as a cold start found them; 0 where nothing looked. ``following`` is the
     directory that the service follows, "" for none; ``follow_error`` the last failure there, ""
     once a version has become live since. ``adapters``: the newest version of each that is served
-    beside the weights. ``members``: of a fleet, what each does, and why it does not serve.
+    beside the weights. ``members``: of a fleet, what each does, and why it does not serve;
+    ``fleet_members_lost_total``: how often one left service without being told to.
     ``weight_update_errors``: "UPDATE_ID: REASON" of the last
     updates that failed, 8 at most, oldest first. ``encoder_cache_...``: images that steps needed,
     those whose features were there already, and what is kept on each rank. ``staleness``: of
@@ -111,6 +112,7 @@ class EngineStats:
     weight_update_errors: tuple[str, ...] = ()
     adapters: Mapping[str, int] = field(default_factory=dict)
     members: Mapping[str, str] = field(default_factory=dict)
+    fleet_members_lost_total: int = 0
     encoder_cache_queries_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_cache_bytes: int = 0

@@ -6,12 +6,15 @@ its exact name, so that dashboards and routers made for it work. One registry pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from rollout.fleet.coordination.member import Status
 from rollout.generation.metrics import EngineStats, HistogramSnapshot
 
 # field of EngineStats, our name after "rollout_", vLLM's name after "vllm:" or None, help
@@ -51,12 +54,19 @@ COUNTERS = (
     ("weight_updates_failed_total", None, "Aborted weight updates"),
     ("weight_updates_nonfinite_total", None, "Weight updates refused for NaN or infinity"),
     ("follow_failures_total", None, "Failed looks at what --follow names"),
+    ("fleet_members_lost_total", None, "Times a fleet's member left service without being told to"),
 )
 # field of EngineStats, our name, whether vLLM has it by that name, too, help
 HISTOGRAMS = (
     ("time_to_first_token", "time_to_first_token_seconds", True, "Time to a request's first token"),
     ("inter_token", "inter_token_latency_seconds", True, "Time between a sample's tokens"),
     ("staleness", "staleness_versions", False, "Versions that ended samples began behind"),
+)
+# column of a fleet's members, our name after "rollout_fleet_member_", help
+MEMBER_GAUGES = (
+    ("version", "weight_version", "Version of a member's live weights"),
+    ("running", "running_requests", "Requests that a member generates"),
+    ("waiting", "waiting_requests", "Requests that wait at a member"),
 )
 STATES = ("running", "paused", "asleep", "broken", "fenced", "leaving", "dead", "closed")
 
@@ -130,10 +140,49 @@ class StatsCollector(Collector):
         return family
 
 
-def render(stats: EngineStats, model: str) -> bytes:
-    """The exposition text of one moment."""
+class MembersCollector(Collector):
+    """The members of a fleet, as its front's ``members()`` has them; what one has not said yet is
+    left out.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], model: str) -> None:
+        self._rows, self._model = rows, model
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        count = GaugeMetricFamily(
+            "rollout_fleet_members", "Members of the fleet", labels=["model_name", "status"]
+        )
+        found = Counter(row["status"] for row in self._rows)
+        for status in Status:
+            count.add_metric([self._model, status], found[status])
+        yield count
+        serving = {row["name"]: row["status"] == Status.SERVING for row in self._rows}
+        yield self._by_member("serving", "Whether a member serves", serving)
+        for column, ours, text in MEMBER_GAUGES:
+            yield self._by_member(ours, text, {row["name"]: row[column] for row in self._rows})
+
+    def _by_member(
+        self, name: str, text: str, values: Mapping[str, float | None]
+    ) -> GaugeMetricFamily:
+        full = f"rollout_fleet_member_{name}"
+        family = GaugeMetricFamily(full, text, labels=["model_name", "member"])
+        for member, value in values.items():
+            if value is not None:
+                family.add_metric([self._model, member], value)
+        return family
+
+
+def render(
+    stats: EngineStats | None, model: str, members: Sequence[Mapping[str, Any]] | None = None
+) -> bytes:
+    """The exposition text of one moment. ``members``: of a fleet; ``stats``: None where none of
+    them answers.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatsCollector(lambda: stats, model))
+    if stats is not None:
+        registry.register(StatsCollector(lambda: stats, model))
+    if members is not None:
+        registry.register(MembersCollector(members, model))
     return generate_latest(registry)
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from adapted_models import adapted
 from fleet_front import ENGINE, LEASE
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save, save_file
 
 from rollout import AsyncRollout, Rollout
@@ -157,6 +158,46 @@ def test_a_mistyped_field_of_a_member_is_told_the_one_that_was_meant(engines, tm
     reply = asked(engines[:1], tmp_path, ask)
     assert reply.status_code == 400
     assert "adress: no such field; did you mean 'address'?" in reply.text
+
+
+def figures(text):
+    """Of each name, the values by the label that is not the model's."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            label = next((v for k, v in sample.labels.items() if k != "model_name"), "")
+            found.setdefault(sample.name, {})[label] = sample.value
+    return found
+
+
+def test_metrics_have_the_members_also_when_none_serves(engines, tmp_path):
+    async def scraped(http, serving, lost):
+        for _ in range(600):
+            found = figures((await http.get("/metrics")).text)
+            counted = found.get("rollout_fleet_members_lost_total", {"": lost})
+            if found["rollout_fleet_members"]["serving"] == serving and counted == {"": lost}:
+                return found
+            await asyncio.sleep(0.05)
+        raise AssertionError(found)
+
+    async def ask(http, fleet):
+        found = [await scraped(http, 2, 0)]
+        for ended, engine in enumerate(engines[:2], 1):
+            engine.shutdown()
+            found.append(await scraped(http, 2 - ended, ended))
+        return found, [link.name for link in fleet.links()]
+
+    (all_serve, one_serves, none), (first, second) = asked(engines[:2], tmp_path, ask)
+    each = [found["rollout_fleet_member_serving"] for found in (all_serve, one_serves, none)]
+    assert each == [{first: 1, second: 1}, {first: 0, second: 1}, {first: 0, second: 0}]
+    assert all_serve["rollout_fleet_member_weight_version"] == {first: 0, second: 0}
+    assert all_serve["rollout_fleet_member_running_requests"] == {first: 0, second: 0}
+    assert all_serve["rollout_fleet_members"] == {
+        "joining": 0, "serving": 2, "fenced": 0, "leaving": 0, "left": 0
+    }  # fmt: skip
+    assert none["rollout_fleet_members"]["fenced"] == 2
+    assert "rollout_fleet_members_lost_total" in one_serves
+    assert "rollout_running_requests" not in none
 
 
 def test_a_session_has_one_member_for_each_front_by_whatever_name_a_client_gives_it(

@@ -86,7 +86,8 @@ class FleetBackend(Front):
         super().close()
 
     async def stats(self) -> EngineStats:
-        return replace(await super().stats(), **self._log.figures())
+        lost = self.fleet.members_lost
+        return replace(await super().stats(), **self._log.figures(), fleet_members_lost_total=lost)
 
     async def routes(self, ask: AskRoutes) -> Routes:
         return await self._teller.answer(ask)

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
 from rollout.api.generation_verbs import in_order
-from rollout.errors import InvalidRequest, RolloutError
+from rollout.errors import EngineError, InvalidRequest, RolloutError
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.rpc.http_port import GRPC_PORT
 from rollout.rpc.status import MAX_BODY
@@ -151,8 +151,16 @@ async def live(rollout: Engine) -> Response:
 
 @routes.on("GET", "/metrics", Access.GENERATION)
 async def metrics(rollout: Engine) -> Response:
-    info = await rollout.server_info()
-    text = render(await rollout.metrics(), info.model)
+    """A fleet of which no member serves has figures of its members alone."""
+    served = rollout.backend.served
+    members = None if served is None or served.fleet is None else served.fleet.members()
+    info, stats = await rollout.server_info(), None
+    try:
+        stats = await rollout.metrics()
+    except EngineError:
+        if members is None:
+            raise
+    text = render(stats, info.model, members)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
