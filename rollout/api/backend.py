@@ -321,6 +321,9 @@ class Members(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def fleet_id(self) -> int: ...
+
     def members(self) -> list[dict[str, Any]]:
         """Whether each serves, or why not; for people."""
         ...

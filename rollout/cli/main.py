@@ -296,6 +296,9 @@ def info(args: argparse.Namespace) -> int:
         "adapters": dict(stats.adapters),
         "max adapters": weights.max_adapters,
         "members": dict(stats.members),
+        "fleet": stats.fleet or None,
+        "fencing epoch": weights.fence or None,
+        "serving lease s": None if stats.serving_lease is None else round(stats.serving_lease, 1),
         "ranks": weights.tensor_parallel_size,
         "device": weights.device,
         "undo": weights.undo,
@@ -321,7 +324,8 @@ def info(args: argparse.Namespace) -> int:
         return 0
     facts["memory"] = ", ".join(f"{k} {v / 2**20:.1f} MiB" for k, v in weights.memory.items())
     facts["adapters"] = ", ".join(f"{k} v{v}" for k, v in stats.adapters.items()) or None
-    facts["members"] = ", ".join(f"{k} {v}" for k, v in stats.members.items()) or "none: one engine"
+    alone = "one engine" if stats.serving_lease is None else "it is a member of a fleet"
+    facts["members"] = ", ".join(f"{k} {v}" for k, v in stats.members.items()) or f"none: {alone}"
     rows = [(name, "-" if value is None else value) for name, value in facts.items()]
     print_table([*rows, *(("receipt", _receipt_line(receipt)) for receipt in receipts)])
     return 0

@@ -335,6 +335,7 @@ class EngineCore:
             counted |= self.blocks.states.stats()
         if self._encoder is not None:
             counted |= self._encoder.figures.stats()
+        lease = self.serving.left
         return EngineStats(
             state=self.state,
             running=len(self.scheduler.running),
@@ -348,6 +349,8 @@ class EngineCore:
             seed=self.seed,
             weight_version=self.version,
             adapters=self.adapters.versions,
+            fleet=self.serving.fleet,
+            serving_lease=None if lease is None else max(lease, 0.0),
             pinned_requests=self.pins.count,
             pinned_version=-1 if self.pins.version is None else self.pins.version,
             **counted,

@@ -61,7 +61,9 @@ class EngineStats:
     directory that the service follows, "" for none; ``follow_error`` the last failure there, ""
     once a version has become live since. ``adapters``: the newest version of each that is served
     beside the weights. ``members``: of a fleet, what each does, and why it does not serve;
-    ``fleet_members_lost_total``: how often one left service without being told to.
+    ``fleet_members_lost_total``: how often one left service without being told to. ``fleet``: which
+    one it is the front of, or a member under whose lease; 0: none's, or of one that does not say.
+    ``serving_lease``: of a member, for how many seconds more it may serve; None: it is none.
     ``weight_update_errors``: "UPDATE_ID: REASON" of the last
     updates that failed, 8 at most, oldest first. ``encoder_cache_...``: images that steps needed,
     those whose features were there already, and what is kept on each rank. ``staleness``: of
@@ -113,6 +115,8 @@ class EngineStats:
     adapters: Mapping[str, int] = field(default_factory=dict)
     members: Mapping[str, str] = field(default_factory=dict)
     fleet_members_lost_total: int = 0
+    fleet: int = 0
+    serving_lease: float | None = None
     encoder_cache_queries_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_cache_bytes: int = 0

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import json
 import sqlite3
 import threading
 import time
@@ -16,6 +17,7 @@ from tiny_models import randomize, write_tiny
 
 from rollout import Rollout
 from rollout.engine.serving_lease import ServingLease
+from rollout.cli.main import make_parser
 from rollout.errors import (
     ConfigError,
     EngineClosed,
@@ -370,6 +372,25 @@ def test_a_member_that_was_removed_says_so_until_it_is_added_again(front, engine
     assert front.fleet.add(engine.address) == name
     eventually(lambda: engine.metrics().state == "running", 60)
     assert engine.generate([[1, 2]], GREEDY)[0].finished
+
+
+def test_info_says_of_a_member_which_fleet_it_serves_and_for_how_long(front, engines, capsys):
+    front.fleet.wait_serving(3, 30.0)
+
+    def info(address, *flags):
+        args = make_parser().parse_known(["info", address, *flags])
+        assert args.run(args) == 0
+        return capsys.readouterr().out
+
+    member, whole = (json.loads(info(a, "--json")) for a in (front.names[0], front.rollout.address))
+    for found in (member, whole):
+        promise = front.fleet.promise
+        assert (found["fleet"], found["fencing_epoch"]) == (promise.fleet, promise.fence)
+    assert 0 < member["serving_lease_s"] <= LEASE
+    assert (whole["serving_lease_s"], list(whole["members"])) == (None, front.names)
+    assert "it is a member of a fleet" in info(front.names[0])
+    front.fleet.leave(front.names[0], 0.0)
+    eventually(lambda: json.loads(info(front.names[0], "--json"))["serving_lease_s"] == 0, 30)
 
 
 def test_when_its_coordinator_is_gone_a_fleet_stops_and_another_takes_it_over(

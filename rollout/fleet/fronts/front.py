@@ -244,7 +244,7 @@ class Front(ABC):
         return replace(
             summed(rows), state=await self.state(), epoch=self.fleet.epoch,
             weight_version=self.fleet.version, adapters=self.adapters,
-            members=standing(self.fleet.members()),
+            members=standing(self.fleet.members()), fleet=self.fleet.fleet_id, serving_lease=None,
         )  # fmt: skip
 
     # ---- the fleet (async) ----

@@ -22,7 +22,7 @@ def summed(rows: Sequence[EngineStats]) -> EngineStats:
     for name in (f.name for f in fields(EngineStats)):
         values: list[Any] = [getattr(row, name) for row in rows]
         kind = type(values[0])
-        if name in ("epoch", "members", "seed", "weight_version"):
+        if name in ("epoch", "fleet", "members", "seed", "serving_lease", "weight_version"):
             continue
         if name in _HIGHEST:
             found[name] = max(values)

@@ -35,7 +35,10 @@ class MemberBody(BaseModel):
 async def members(rollout: Engine) -> dict[str, Any]:
     """What is live, and for each member whether it serves, or why not."""
     fleet = _fleet(rollout)
-    return {"epoch": fleet.epoch, "version": fleet.version, "members": fleet.members()}
+    return {
+        "fleet": fleet.fleet_id, "epoch": fleet.epoch, "version": fleet.version,
+        "members": fleet.members(),
+    }  # fmt: skip
 
 
 @routes.on("POST", "/fleet/members", Access.CONTROL, at_once=True)
