@@ -116,7 +116,7 @@ def test_a_stream_through_any_front_goes_on_elsewhere_when_its_member_dies(front
 
 @pytest.mark.more
 def test_without_a_coordinating_front_others_serve_until_leases_end_and_go_on_when_it_is_back(
-    engines, tmp_path, trained
+    engines, tmp_path, trained, caplog
 ):
     front = Front(tmp_path / "record", engines[:2])
     front.fleet.wait_serving(2, WAIT)
@@ -143,6 +143,9 @@ def test_without_a_coordinating_front_others_serve_until_leases_end_and_go_on_wh
         assert tokens(other.rollout.generate(PROMPTS, GREEDY)) == expected
         eventually(lambda: other.fleet._problem is None, WAIT)  # it has found it again
         assert other.rollout.update_weights(trained).version == 2
+        said = [r.getMessage() for r in caplog.records if r.name.endswith("routed_fleet")]
+        assert said[0].startswith("the coordinating front does not answer")
+        assert said[-1].startswith("the coordinating front answers, after")
     finally:
         other.close()
         front.close()

@@ -232,7 +232,11 @@ class RoutedFleet(Directory):
             same = old is not None and old.fleet == told.fleet
             if old is not None and same and (told.fence, told.serial) < (old.fence, old.serial):
                 return  # it was overtaken, or is of one that another has replaced
-            self._heard, self._problem = time.monotonic(), None
+            now = time.monotonic()
+            if self._problem is not None:
+                silent = now - self._heard
+                log.warning("the coordinating front answers, after %.1f s without a word", silent)
+            self._heard, self._problem = now, None
             self._told, self.lease = told, told.lease
             self.parted = told.version  # how its update went was not told: it may be one
             before, self._routes = self._routes, {route.name: route for route in told.members}
