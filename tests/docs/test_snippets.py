@@ -249,6 +249,8 @@ def run_command(words: list[str], here: Path) -> None:
         assert main(words[1:]) == 0, words
     elif words[0] == "pytest":
         assert (ROOT / words[-1]).exists(), words
+    elif words[0] == "curl":
+        assert subprocess.run([*words, "--silent", "--show-error", "--fail"]).returncode == 0, words
     elif words[0] == "torchrun" or (words[0] == "python" and (here / words[1]).is_file()):
         run_job(words, here)
     else:
