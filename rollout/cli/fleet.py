@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +162,7 @@ async def _serving(
     """
     from rollout.fleet.fronts.backend import FleetBackend
     from rollout.fleet.launching.engine_process import START_LIMIT
+    from rollout.fleet.launching.record_folder import record_folder
     from rollout.fleet.launching.replicas import Replicas
 
     needed = args.quorum or 1
@@ -172,10 +172,8 @@ async def _serving(
             f"--min-replicas {least} is below --quorum {needed}: no update could commit"
         )
     with contextlib.ExitStack() as stack:
-        if keep is None:  # all members end with this process: what it has promised dies with them
-            record = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-fleet-"))
-        else:
-            record = args.record
+        # Where all members end with this process, what it has promised dies with them.
+        record = stack.enter_context(record_folder()) if keep is None else args.record
         fleet = _fleet(record, args, tls)
         found: Sequence[str] = ()
         if keep is not None:
