@@ -109,8 +109,8 @@ class ServingLease:
         if (left := self.left) is not None and left > 0:
             raise ConfigError(
                 "this engine is a member of a fleet, whose members change their weights together: "
-                "send the update to the fleet's own address, or take the engine out of the fleet "
-                "first (DELETE /fleet/members)"
+                "send the update to the fleet's own address (or remove the engine there, by DELETE "
+                "/fleet/members, and start it again, for it to serve alone)"
             )
 
     @property

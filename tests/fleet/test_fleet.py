@@ -1,8 +1,8 @@
 """A fleet of real engines behaves as one: its updates, its versions, its members' deaths."""
 
 import copy
-import re
 import json
+import re
 import sqlite3
 import threading
 import time
@@ -16,8 +16,8 @@ from shared_engines import TRIES, eventually, standing_still
 from tiny_models import randomize, write_tiny
 
 from rollout import Rollout
-from rollout.engine.serving_lease import ServingLease
 from rollout.cli.main import make_parser
+from rollout.engine.serving_lease import ServingLease
 from rollout.errors import (
     ConfigError,
     EngineClosed,
