@@ -199,8 +199,8 @@ def test_a_rank_that_dies_ends_the_service_and_the_log_says_what_happened(bare: 
     for line in (
         r"INFO +rollout.*: update \w+ begins: version 1, by \w+, full, staging=auto",
         r"INFO +rollout.*: version 1 is live: \w+, \d+ tensors by \w+, stalled",
-        r"INFO +rollout.*: an update was refused: .*no\.such|version 1 serves on: .*no\.such",
-        r"INFO +rollout.*: an update was refused: version 1 is not above",
+        r"WARNING +rollout.*: .* (was refused|failed), version 1 serves on: .*no\.such",
+        r"WARNING +rollout.*: update \w+ was refused, version 1 serves on: version 1 is not above",
         r"INFO +rollout.*: version 2 is live: rolled back, ",
         rf"ERROR +rollout.*: rank . \(pid {rank}\) ended by signal SIGKILL.*version 2 was live",
         r"ERROR +rollout.*: ending in 5 s with status 1 \(--on-death exit\)",

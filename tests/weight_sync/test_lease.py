@@ -125,6 +125,26 @@ def test_a_refused_update_leaves_a_broken_engine_broken(engine, checkpoints) -> 
     assert engine.broken is None
 
 
+def test_an_update_that_fails_is_warned_of(engine, checkpoints, caplog) -> None:
+    failed, refused = ManualUpdate(engine, checkpoints[2]), ManualUpdate(engine, checkpoints[2])
+    failed.begin()
+    failed.channel.abort("the trainer gave it up")
+    with pytest.raises(VersionConflict):
+        ManualUpdate(engine, checkpoints[2], update_id="old", version=0).begin()
+    refused.channel.abort("a name is unknown")
+    broken = ManualUpdate(engine, checkpoints[2], staging="none", update_id="in-place")
+    broken.begin()
+    broken.bucket()
+    broken.channel.abort("the trainer died")
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    given_up, stale, unnamed, in_place = caplog.messages
+    name = failed.request.update_id
+    assert given_up == f"update {name} failed, version 0 serves on: the trainer gave it up"
+    assert stale.startswith("update old was refused, version 0 serves on: version 0 is not above")
+    assert unnamed == "an update was refused, version 0 serves on: a name is unknown"
+    assert in_place == "update in-place failed, nothing serves: the trainer died"
+
+
 def test_an_update_without_staging_that_never_began_breaks_nothing(engine, checkpoints) -> None:
     def late(timeout: float) -> None:
         raise DeadlineExceeded("no step boundary came")

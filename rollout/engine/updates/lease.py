@@ -444,13 +444,6 @@ class Lease:
         if self._begun is not None:
             begun = replace(self._begun, wants=None)
             of.ended.add(Outcome(begun=begun, receipt=self._committed, reason=self._ended))
-        if failed and request is None and told:
-            log.info("an update was refused: %s", reason)
-        elif failed and request is not None:
-            log.info(
-                "update %s ended, version %d serves on: %s",
-                *(request.update_id, of.engine.version, reason),
-            )
         broken = None
         if request is not None:
             if failed:
@@ -463,7 +456,15 @@ class Lease:
             if self._drained:
                 of.engine.control.undrain()
             of.adapters.release(self._slots)
+        if failed and (told or request is not None):
+            self._warn(reason, broken or of.engine.broken)
         of.turn.end(self, broken)
+
+    def _warn(self, reason: str, broken: str | None) -> None:
+        name = "an update" if self._asked is None else f"update {self._asked.update_id}"
+        end = "was refused" if self._request is None else "failed"
+        serves = f"version {self._of.engine.version} serves on"
+        log.warning("%s %s, %s: %s", name, end, "nothing serves" if broken else serves, reason)
 
     def _restore(self, request: UpdateRequest, reason: str) -> str | None:
         """Restore the weights from before an unstaged update; else why the engine is broken."""
