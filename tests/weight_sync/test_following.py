@@ -115,6 +115,30 @@ def test_what_is_not_complete_yet_waits(follower, engine, checkpoints) -> None:
     assert engine.version == 7
 
 
+def test_what_is_left_incomplete_is_warned_of_once(follower, engine, checkpoints, caplog) -> None:
+    following, where = follower
+    checkpoint(where / "checkpoint-7", checkpoints[2])
+    file = where / "checkpoint-7" / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (10, 100, 1000):  # somebody writes it
+        file.write_bytes(whole[:size])
+        assert following.look() is None
+    assert not caplog.records
+    assert [following.look() for _ in range(3)] == [None] * 3
+    checkpoint(where / "checkpoint-5", checkpoints[1])
+    assert following.look().version == 5
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{where / 'checkpoint-7'} is incomplete" in record.getMessage()
+    assert f"{file} is half-written" in record.getMessage()
+    file.unlink()  # another reason
+    assert [following.look() for _ in range(3)] == [None] * 3
+    assert [f"{where / 'checkpoint-7'} has no" in text for text in caplog.messages] == [False, True]
+    file.write_bytes(whole)
+    assert following.look().version == 7
+    assert len(caplog.records) == 2
+
+
 def test_what_does_not_fit_is_named_once_and_changes_nothing(follower, engine, checkpoints) -> None:
     following, where = follower
     before = engine.live()

@@ -6,7 +6,8 @@ or a fleet.
     DIR/000000000500/       a version with its manifest (``reader.py``)
 
 The number is the version. The newest one that is complete and newer than what is live is read and
-sent by the usual way; incomplete ones are looked at again, and what cannot be used is passed over.
+sent by the usual way; incomplete ones are looked at again, and warned of where nobody goes on
+writing them; what cannot be used is passed over.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class Follower:
         self._reach, self._timeout = connect, timeout
         self._opened: WeightChannel | None = None
         self._failed: dict[Path, object] = {}  # what it looked like when it could not be used
+        self._incomplete: dict[Path, object] = {}  # what it looked like when it was not complete
+        self._warned: set[tuple[Path, str]] = set()  # of what stays incomplete, and why
         self._said = ""  # the last error
         self._followed = 0  # the newest version that came from here
         self._skipped: Path | None = None  # the last one that was warned of
@@ -160,7 +163,7 @@ class Follower:
         try:
             return complete_source(candidate.path, self._roots, info)
         except IncompleteUpdate as error:
-            log.debug("not complete yet: %s", error)
+            self._warn_if_left(candidate.path, looked, str(error))
             return None
         except RolloutError:
             self._failed[candidate.path] = looked
@@ -194,6 +197,13 @@ class Follower:
             "adapter), and only what is numbered above it is followed: write it as %d or later",
             candidate.path, info.version, info.version + 1,
         )  # fmt: skip
+
+    def _warn_if_left(self, path: Path, looked: object, why: str) -> None:
+        """Once for each reason of what is not complete, and did not grow since the last look."""
+        before, self._incomplete[path] = self._incomplete.get(path), looked
+        if before == looked and (path, why) not in self._warned:
+            self._warned.add((path, why))
+            log.warning("%s is incomplete, and is not read until its files change: %s", path, why)
 
     def _candidates(self) -> Iterator[Candidate]:
         try:
