@@ -174,6 +174,27 @@ def test_another_senders_commit_makes_the_next_update_full(engine, checkpoints) 
     assert trainer.send(weights, encoding="delta").details["encoding"] == "delta"
 
 
+def test_a_full_update_by_a_delta_says_what_there_was_nothing_to_compare_with(
+    engine, checkpoints
+) -> None:
+    trainer = Trainer(engine, "inline")
+
+    def why(**options) -> str:
+        details = trainer.send(checkpoints[2], encoding="delta", **options).details
+        return details["encoding_reason"]
+
+    assert why().startswith("this sender has nothing to compare with: it is its first update by")
+    assert why().startswith("built on the live version")
+    with pytest.raises(WeightMismatch):
+        trainer.send({"no.such": torch.zeros(1)}, encoding="delta")
+    assert "or the one before failed; the next one can be a delta" in why()
+    engine.rollback(DEADLINE)
+    live = engine.version
+    assert f"version {live} is live, by another commit or a rollback" in why()
+    engine.epoch += 1
+    assert why() == "the engine has restarted since this sender's last commit"
+
+
 class StaleLink:
     """An engine whose version moves between ``info`` and ``begin``."""
 

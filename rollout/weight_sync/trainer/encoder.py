@@ -64,22 +64,25 @@ def choose_encoding(
             reason="the engine's weights are quantised: part of a tensor's changes are not enough",
         )
     if layout is not None and layout.problem is None and not options.partial:
-        live = (info.epoch, info.version, layout.cut(options.bucket_bytes))
-        agreed = all(tuple(held[:3]) == live for held in layout.copies)
-        name, reason = _full_or_delta(options, info, agreed, layout.copies[0][3], compress)
+        cut = layout.cut(options.bucket_bytes)
+        without = [why for held in layout.copies if (why := _no_base(info, cut, *held[:3]))]
+        name, reason = _full_or_delta(options, info, without, layout.copies[0][3], compress)
         reason += "; each trainer rank compares its own part"
         return Encoding(name=name, reason=reason, keeps="each", compress=compress)
-    live_here = copies.is_live(info.epoch, info.version)
-    name, reason = _full_or_delta(options, info, live_here, copies.since_full, compress)
+    version = copies.version if copies.values else -1
+    why = _no_base(info, "", copies.epoch, version, copies.cut)
+    name, reason = _full_or_delta(options, info, [why] if why else [], copies.since_full, compress)
     return Encoding(name=name, reason=reason, keeps="first", compress=compress)
 
 
 def _full_or_delta(
-    options: UpdateOptions, info: WeightInfo, live: bool, since_full: int, compress: bool
+    options: UpdateOptions, info: WeightInfo, no_base: list[str], since_full: int, compress: bool
 ) -> tuple[str, str]:
     every = options.anchor_every
-    if not live or info.state == "broken":
-        return "full", "the engine does not hold what this sender last committed"
+    if info.state == "broken":
+        return "full", "the engine is broken, which a full update alone mends"
+    if no_base:
+        return "full", no_base[0]
     if options.staging == "none":
         return "full", "a delta needs staging"
     if 0 < every <= since_full + 1:
@@ -89,6 +92,28 @@ def _full_or_delta(
         where = "here" if not zstd.available() else "on the engine's host"
         reason += f", not compressed: zstd is not installed {where}"
     return "delta", reason
+
+
+def _no_base(info: WeightInfo, cut: str, epoch: int, version: int, was_cut: str) -> str | None:
+    """Why what one rank keeps is not what a delta can be built on; None where it is.
+
+    ``epoch``, ``version`` (-1: it keeps nothing) and ``was_cut`` are its ``Committed``'s.
+    """
+    if version < 0:
+        return (
+            "this sender has nothing to compare with: it is its first update by this encoding, or "
+            "the one before failed; the next one can be a delta"
+        )
+    if epoch != info.epoch:
+        return "the engine has restarted since this sender's last commit"
+    if version != info.version:
+        return (
+            f"the engine does not hold what this sender last committed: version {info.version} is "
+            f"live, by another commit or a rollback, and what is kept here is version {version}"
+        )
+    if cut != was_cut:
+        return "the trainer's shards, bucket_bytes or partial= are not those of its last update"
+    return None
 
 
 class Encoder:
