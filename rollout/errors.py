@@ -63,9 +63,10 @@ class WeightError(RolloutError):
 
 
 class WeightMismatch(WeightError):  # noqa: N818
-    """Names, shapes or dtypes differ from what the model declares; all of them are named.
+    """Names, shapes or dtypes differ from what the model declares; the text names the first few.
 
-    ``problems``: a line each where it was raised; a copy that crossed a process has the text alone.
+    ``problems``: a line each of all where it was raised; a copy that crossed a process has the text
+    alone.
     """
 
     def __init__(self, message: str = "", *, problems: Sequence[str] = ()) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import ConfigError, WeightMismatch
+from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard_plan import gap
 from rollout.weight_sync.trainer.sources.names import named_weights
@@ -211,7 +211,7 @@ class MegatronLayout:
                 found += parts or ()
         if unknown:
             raise WeightMismatch(
-                f"nothing was sent: no rule says what {', '.join(unknown)} of the Megatron model "
+                f"nothing was sent: no rule says what {some(unknown)} of the Megatron model "
                 f"are in a checkpoint of {self.config['model_type']!r}",
                 problems=unknown,
             )

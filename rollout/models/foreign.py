@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.errors import ConfigError, WeightMismatch
+from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
@@ -229,7 +229,7 @@ def trace_loading(
     if watch.problems:
         raise WeightMismatch(
             f"{type(model).__name__} loads by more than copying boxes, so what it holds cannot be "
-            f"verified: {'; '.join(dict.fromkeys(watch.problems))}"
+            f"verified: {some(list(dict.fromkeys(watch.problems)), between='; ')}"
         )
     specs = {
         name: ParamSpec(tuple(p.shape), PLAIN, tuple(dict.fromkeys(watch.filled[name])))

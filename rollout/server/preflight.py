@@ -314,7 +314,8 @@ def _check_files(config: EngineConfig, found: ResolvedModel, table: WeightTable)
         if tuple(held[name]) != tuple(table.shape_of(name)):
             problems.append(f"{name} is {list(held[name])}, not {list(table.shape_of(name))}")
     if problems:
-        raise WeightMismatch(f"the files of {config.model} do not fit: " + "; ".join(problems[:8]))
+        what = f"the files of {config.model} do not fit: {some(problems, between='; ')}"
+        raise WeightMismatch(what, problems=problems)
 
 
 def _rank_bytes(table: WeightTable, dtype: torch.dtype) -> int:

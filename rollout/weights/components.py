@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rollout.errors import ConfigError, WeightMismatch
+from rollout.errors import ConfigError, WeightMismatch, some
 
 POLICY = "policy"
 _MARK = ":"  # in no file's name of a tensor
@@ -71,6 +71,6 @@ def check_components(sent: Iterable[str], known: Sequence[str]) -> None:
     absent = [component for component in dict.fromkeys(sent) if component not in known]
     if absent:
         raise WeightMismatch(
-            f"the engine has no component {', '.join(map(repr, absent[:8]))}: it has "
+            f"the engine has no component {some(list(map(repr, absent)))}: it has "
             f"{', '.join(known)}; leave the others out, or start it with components="
         )

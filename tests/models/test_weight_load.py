@@ -259,6 +259,19 @@ def test_everything_wrong_is_named_in_one_error(tiny):
     assert f"Following weights were not initialized from checkpoint: {missing}" in text
 
 
+def test_where_much_is_wrong_the_text_names_the_first_and_counts_the_rest(tiny, caplog):
+    config, first, _ = tiny
+    bad = {f"other.{number}": torch.zeros(1) for number in range(100)}
+    with caplog.at_level("DEBUG", "rollout.models"), pytest.raises(WeightMismatch) as caught:
+        empty(config).load_weights(bad.items())
+    text = str(caught.value)
+    assert text.startswith("Following weights were not initialized from checkpoint: {'")
+    assert f"' and {len(first) - 8} more}}; unknown tensor 'other.0'" in text
+    assert text.endswith("; unknown tensor 'other.6'; and 93 more")
+    assert len(caught.value.problems) == 101
+    assert all(repr(name) in caplog.text for name in first)
+
+
 def test_frequencies_of_old_checkpoints_are_skipped(tiny):
     config, first, _ = tiny
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)}

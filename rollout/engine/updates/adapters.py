@@ -15,7 +15,7 @@ from functools import partial
 
 from rollout.engine.core import EngineCore
 from rollout.engine.deadline_future import DeadlineFuture
-from rollout.errors import ConfigError, EngineOverloaded, VersionConflict
+from rollout.errors import ConfigError, EngineOverloaded, VersionConflict, some
 from rollout.weight_sync.protocol.adapters import adapter_digest
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.protocol.receipts import AdapterReceipt
@@ -117,7 +117,7 @@ class AdapterUpdates:
         ``DeadlineExceeded`` where the engine's thread came to no boundary.
         """
         until = since + timeout
-        what = f"taking slots for the adapters {', '.join(names)} (phase: begin)"
+        what = f"taking slots for the adapters {some(names)} (phase: begin)"
         while True:
             taken = self._engine.at_step_boundary(lambda: self._take(names, after))
             give_back = partial(taken.add_done_callback, self._nobody_waits)
@@ -128,7 +128,7 @@ class AdapterUpdates:
             check()
             if time.monotonic() > until:
                 raise EngineOverloaded(
-                    f"no slot became free within {timeout:g} s for {', '.join(names)}: requests "
+                    f"no slot became free within {timeout:g} s for {some(names)}: requests "
                     "that run hold older versions of adapters; wait for them or abort them, or "
                     f"start the engine with more {self._engine.adapters.setting}"
                 )
@@ -174,7 +174,7 @@ class AdapterUpdates:
         live = len(table.names)
         if live + len(names) > table.slots:
             raise ConfigError(
-                f"no slot can become free for {', '.join(names)}: {live} of {table.slots} hold "
+                f"no slot can become free for {some(names)}: {live} of {table.slots} hold "
                 "the newest versions of adapters, which serve until the commit; unload some, or "
                 f"start the engine with {table.setting}={live + len(names)} or more"
             )

@@ -18,6 +18,7 @@ from rollout.errors import (
     EngineBroken,
     RolloutError,
     WeightMismatch,
+    some,
 )
 from rollout.weight_sync.protocol.digests import check_finite, combine, total
 from rollout.weight_sync.protocol.messages import Seal, UpdateRequest
@@ -246,7 +247,7 @@ class Switch:
         if wrong:
             raise ChecksumMismatch(
                 f"{len(wrong)} of {len(found)} tensors changed as they were made live: "
-                f"{', '.join(wrong[:8])}; all ranks have gone back"
+                f"{some(wrong)}; all ranks have gone back"
             )
         return found
 

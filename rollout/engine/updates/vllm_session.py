@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rollout.engine.updates.foreign_groups import ForeignGroups
 from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
 from rollout.engine.updates.verb_update import Packing, Terms, VerbTarget, VerbUpdate
-from rollout.errors import UpdateInProgress
+from rollout.errors import UpdateInProgress, some
 from rollout.errors import VersionConflict as Conflict
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
@@ -176,7 +176,7 @@ class VerbSession:
         def act() -> str | None:
             update = self._open
             lacks = update is not None and update.implicit
-            return "; ".join(update.missing()[:4]) if update is not None and lacks else None
+            return some(update.missing(), 4, "; ") if update is not None and lacks else None
 
         return self._answers.run(Said("continue_generation", ANYBODY), act)
 

@@ -27,6 +27,7 @@ from rollout.errors import (
     RolloutError,
     TransferFailed,
     WeightMismatch,
+    some,
 )
 from rollout.fleet.updates.channel import FleetChannel
 from rollout.fleet.updates.committed import CommittedUpdates
@@ -318,7 +319,7 @@ class _AliasComparison(_Update):
             if owners.get(name) in differing
         ]
         if problems:
-            raise WeightMismatch("; ".join(problems), problems=problems)
+            raise WeightMismatch(some(problems, between="; "), problems=problems)
 
     def commit(self, label: str | None) -> UpdateReceipt:
         raise AssertionError("aliases that came late are compared")

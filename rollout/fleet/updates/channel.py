@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed, VersionConflict
+from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed, VersionConflict, some
 from rollout.fleet.coordination.actions import Adapters
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.updates.committed import Committed, CommittedUpdates
@@ -77,7 +77,7 @@ class FleetChannel:
         self._check(request)
         if request.base is not None and (late := self.fleet.kept_out()):
             raise VersionConflict(  # who sends changes sends everything then
-                f"{', '.join(late)}: updates follow each other too closely to bring it up to date; "
+                f"{some(late)}: updates follow each other too closely to bring it up to date; "
                 "whole weights do so by themselves"
             )
         self._asked = request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from rollout.errors import WeightMismatch
+from rollout.errors import WeightMismatch, some
 from rollout.kernels.region_table import RegionTables
 from rollout.models.weight_io.alias_check import AliasCheck
 from rollout.models.weight_io.patch_journal import PatchJournal
@@ -31,6 +32,7 @@ from rollout.weights.components import component_of
 from rollout.weights.names import is_idle_bias, nearest, placed, weight_dtype
 from rollout.weights.spellings import Splitter
 
+log = logging.getLogger(__name__)
 HINTS = 16  # unknown names of one load whose nearest is searched for
 
 
@@ -66,8 +68,9 @@ class WeightLoad:
     their addresses. An alias may be sent and must equal
     its owner bit for bit, in the model's dtype, on this rank's part.
 
-    Every problem is remembered; one ``WeightMismatch`` names them all. After it, the parameters
-    hold a mixture: the caller discards this instance or loads it anew.
+    Every problem is remembered; one ``WeightMismatch`` has them all (``problems``), its text the
+    first few. After it, the parameters hold a mixture: the caller discards this instance or loads
+    it anew.
     """
 
     def __init__(
@@ -169,10 +172,10 @@ class WeightLoad:
             for name in sorted(incomplete):
                 self._problems.append(f"{name}: its pieces do not cover what this rank holds")
         elif missing or incomplete:
-            names = ", ".join(repr(name) for name in sorted(missing | incomplete))
-            self._problems.append(
-                f"Following weights were not initialized from checkpoint: {{{names}}}"
-            )
+            names = [repr(name) for name in sorted(missing | incomplete)]
+            log.debug("not initialized from checkpoint: %s", names)
+            said = f"Following weights were not initialized from checkpoint: {{{some(names)}}}"
+            self._problems.insert(0, said)  # it says most where there are many
         written = set(self._table.slots) if partial else self._seen
         self._problems.extend(self._aliases.differing(written - incomplete))
         self._raise_problems()
@@ -317,7 +320,7 @@ class WeightLoad:
 
     def _raise_problems(self) -> None:
         if self._problems:
-            raise WeightMismatch("; ".join(self._problems))
+            raise WeightMismatch(some(self._problems, between="; "), problems=self._problems)
 
 
 def patch_fault(patch: SparsePatch) -> str | None:

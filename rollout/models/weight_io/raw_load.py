@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rollout.errors import WeightMismatch
+from rollout.errors import WeightMismatch, some
 from rollout.models.weight_io.load import LoadReport
 from rollout.weights import Box, CellPatch, TensorPiece, WeightValue
 
@@ -63,7 +63,7 @@ class RawLoad:
         """``WeightMismatch`` where not every byte has come once."""
         wrong = sorted(name for name, left in self._left.items() if left)
         if wrong:
-            raise WeightMismatch(f"not every byte came once of {', '.join(wrong[:8])}")
+            raise WeightMismatch(f"not every byte came once of {some(wrong)}")
         self._after_load()
         return LoadReport(frozenset(self._storages), frozenset(), self._nbytes)
 

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from rollout.errors import WeightMismatch
+from rollout.errors import WeightMismatch, some
 from rollout.weights import Box, Layout, Shape, WeightSlot
 from rollout.weights.packed_rows import packed_shape
 from rollout.weights.quantization import Scheme
@@ -242,4 +242,4 @@ def _overlap(solid: Sequence[Box]) -> tuple[Box, Box] | None:
 
 def _raise_all(what: str, problems: list[str]) -> None:
     if problems:
-        raise WeightMismatch(f"{what}: " + "; ".join(problems))
+        raise WeightMismatch(f"{what}: {some(problems, between='; ')}", problems=problems)

@@ -34,7 +34,7 @@ def held_adapters(info: WeightInfo) -> tuple[HeldAdapter, ...]:
     """
     digests = info.adapter_digests
     if unproven := info.adapters.keys() - digests.keys():
-        raise VersionConflict(f"no digest is told of the adapters {', '.join(sorted(unproven))}")
+        raise VersionConflict(f"no digest is told of the adapters {some(sorted(unproven))}")
     found = sorted(info.adapters.items())
     return tuple(HeldAdapter(name, version, digests[name]) for name, version in found)
 
@@ -68,7 +68,7 @@ def check_merged(merged: Collection[str], served: Collection[str], *, sent: bool
     """
     if not merged or not served:
         return
-    names = ", ".join(sorted(served))
+    names = some(sorted(served))
     if sent:
         raise ConfigError(
             f"this PEFT model would be merged into the base, and {names} served on top of it: pass "
@@ -76,10 +76,10 @@ def check_merged(merged: Collection[str], served: Collection[str], *, sent: bool
             "send what merge_and_unload() leaves, if that is what you want"
         )
     raise ConfigError(
-        f"the live base was sent merged with {', '.join(merged)}: {names} on top of it would count "
-        "twice. Send the base with it, unmerged, by update_weights(model, adapters={name: model}); "
-        "or first by itself, under model.disable_adapter(). A base that an adapter was trained on "
-        "top of is sent as merge_and_unload() leaves it"
+        f"the live base was sent merged with {some(list(merged))}: {names} on top of it would "
+        "count twice. Send the base with it, unmerged, by update_weights(model, "
+        "adapters={name: model}); or first by itself, under model.disable_adapter(). A base that "
+        "an adapter was trained on top of is sent as merge_and_unload() leaves it"
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollout import errors
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import ConfigError, SourceFailed, TransferFailed
+from rollout.errors import ConfigError, SourceFailed, TransferFailed, some
 from rollout.weight_sync.trainer.rank_rendezvous import meet
 from rollout.weight_sync.trainer.star import Star
 
@@ -67,7 +67,7 @@ class RankGroup:
         if here not in ranks:
             raise ConfigError(
                 f"rank {here} of the trainer's job does not hold this source, ranks "
-                f"{', '.join(map(str, ranks))} do; only they may call update_weights with it"
+                f"{some(list(map(str, ranks)))} do; only they may call update_weights with it"
             )
         me = list(ranks).index(here)
         if len(ranks) == 1:

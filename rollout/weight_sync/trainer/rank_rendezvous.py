@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rollout import errors
 from rollout.distributed import LOOPBACK
-from rollout.errors import DeadlineExceeded, TransferFailed
+from rollout.errors import DeadlineExceeded, TransferFailed, some
 
 _HELLO = 8 + 1 + 32  # bytes: the member's index, a blank, the secret
 
@@ -70,7 +70,7 @@ def _gather_peers(
 
 def _absent(store: Any, first: int, ranks: tuple[int, ...]) -> DeadlineExceeded:
     missing = [i for i in range(first, len(ranks)) if not store.check([f"hello/{i}"])]
-    names = ", ".join(str(ranks[i]) for i in missing or [first])
+    names = some([str(ranks[i]) for i in missing or [first]])
     return DeadlineExceeded(
         f"trainer rank {names} did not come to the update within the timeout (phase 'meet'); "
         "every rank of a distributed source must call update_weights"
@@ -91,7 +91,7 @@ def _accept(
     except TimeoutError:
         missing = sorted(set(range(1, len(ranks))) - set(links))
         raise DeadlineExceeded(
-            f"trainer rank {', '.join(str(ranks[i]) for i in missing)} did not connect within "
+            f"trainer rank {some([str(ranks[i]) for i in missing])} did not connect within "
             "the timeout (phase 'meet')"
         ) from None
     try:

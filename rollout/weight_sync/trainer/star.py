@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout import errors
-from rollout.errors import DeadlineExceeded, TransferFailed
+from rollout.errors import DeadlineExceeded, TransferFailed, some
 from rollout.wire import frames
 
 
@@ -63,7 +63,7 @@ class Star:
         return frame
 
     def late(self, members: set[int], phase: str) -> DeadlineExceeded:
-        names = ", ".join(str(self.ranks[i]) for i in sorted(members))
+        names = some([str(self.ranks[i]) for i in sorted(members)])
         return DeadlineExceeded(
             f"trainer rank {names} did not reach {phase!r} within the timeout; "
             "is every rank of the source calling update_weights?"

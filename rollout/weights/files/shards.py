@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, some
 
 _NO_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "trainer_state*")
 REPAIR = "download the checkpoint again"
@@ -69,7 +69,5 @@ def _from_index(directory: Path, index: Path) -> Shards:
         raise ConfigError(f"{index}: weight_map must map tensors to files beside it; {REPAIR}")
     files = tuple(directory / name for name in sorted(set(where.values())))
     if missing := [path.name for path in files if not path.is_file()]:
-        raise ConfigError(
-            f"{directory} lacks {', '.join(missing)}, named by {index.name}; {REPAIR}"
-        )
+        raise ConfigError(f"{directory} lacks {some(missing)}, named by {index.name}; {REPAIR}")
     return Shards(files, index, where)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from rollout.errors import WeightMismatch
+from rollout.errors import WeightMismatch, some
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights.box import Box
 from rollout.weights.expert_names import expert_part
@@ -66,7 +66,7 @@ def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[
             for stem, (name, tensor, is_codes) in waiting.items()
         ]
         raise WeightMismatch(
-            f"{'; '.join(named[:12])}: quantised values mean nothing without their "
+            f"{some(named, between='; ')}: quantised values mean nothing without their "
             "scales; send both, or dequantise it first",
             problems=named,
         )

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import ConfigError, SourceFailed
+from rollout.errors import ConfigError, SourceFailed, some
 from rollout.weight_sync.trainer.sources.names import submodules, wire_dtype
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import WRAPPERS, unwrapped
@@ -228,7 +228,7 @@ class MergePlan:
             replaced = self._left_out.get(key)
             if replaced is not None or (adapted and len(set(names)) > 1):
                 where = replaced or adapted[0]
-                others = ", ".join(name for name in dict.fromkeys(names) if name != where)
+                others = some([name for name in dict.fromkeys(names) if name != where])
                 raise ConfigError(
                     f"{where} is trained by an adapter, but its weight is tied to {others}: one "
                     "tensor cannot hold both; load the model with tie_word_embeddings=False, or "
@@ -339,6 +339,6 @@ class MergedSource:
                 yield target, held.pop(target), {factor: found.pop(factor) for factor in names}
         if held or found:
             raise SourceFailed(
-                f"{', '.join([*held, *found][:4])} came without the tensors to merge with; is a "
+                f"{some([*held, *found], 4)} came without the tensors to merge with; is a "
                 "weight that an adapter changes shared with another module?"
             )

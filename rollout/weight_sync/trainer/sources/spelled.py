@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout.errors import WeightMismatch
+from rollout.errors import WeightMismatch, some
 from rollout.weights import Box, TensorMeta, TensorPiece
 from rollout.weights.spellings import Spellings, Splitter
 
@@ -50,7 +50,7 @@ class SpelledSource:
                     assert isinstance(value, Tensor), f"{part}: a source yields tensors"
                     yield part, value
         if problems := splitter.left():
-            raise WeightMismatch("; ".join(problems), problems=problems)
+            raise WeightMismatch(some(problems, between="; "), problems=problems)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         shapes = {meta.name: meta.shape for meta in self.inner.metadata() or ()}

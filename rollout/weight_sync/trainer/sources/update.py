@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, some
 from rollout.loader.peft_adapter import PeftAdapter
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.adapters import (
@@ -144,7 +144,7 @@ class DetectedAdapter(Detected):
             self.plans[:] = [(dict(prefixes), plan)]
         if self.alone and plan.trained_beside:
             raise ConfigError(
-                f"{', '.join(plan.trained_beside[:4])}: trained beside the adapter, which does not "
+                f"{some(plan.trained_beside, 4)}: trained beside the adapter, which does not "
                 "hold it; send the base, too: update_weights(model, adapters={name: model})"
             )
         return plan
