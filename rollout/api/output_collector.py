@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from rollout.distributed.wakeup import Wakeup
 from rollout.engine.request_state import Snapshot
 
 
@@ -44,7 +45,7 @@ class RequestOutputCollector:
         self._mailbox = mailbox or Mailbox()
         self._newest: dict[str, Snapshot] = {}
         self._error: BaseException | None = None
-        self._reader: asyncio.Future[None] | None = None  # waits for more
+        self._more = Wakeup()
 
     def __call__(self, item: Snapshot | BaseException) -> None:
         """From any thread; never blocks."""
@@ -53,8 +54,7 @@ class RequestOutputCollector:
     async def take(self) -> Snapshot:
         """The snapshot of the request that has waited longest; raises the error that came."""
         while not self._newest and self._error is None:
-            self._reader = self._mailbox.loop.create_future()
-            await self._reader
+            await self._more.next()
         if self._error is not None:
             raise self._error
         return self._newest.pop(next(iter(self._newest)))
@@ -65,6 +65,4 @@ class RequestOutputCollector:
             self._error = item
         else:
             self._newest[item.request_id] = item
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
+        self._more.wake()

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from rollout.distributed.wakeup import Wakeup
 from rollout.errors import EngineClosed, RolloutError, TransferFailed, from_wire
 from rollout.generation import RequestOutput
 from rollout.rpc import rollout_pb2 as pb
@@ -168,7 +169,7 @@ class _Call:
         self._unread: dict[int, None] = {}  # in the order that they have waited
         self._ended = False
         self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None  # waits for more
+        self._more = Wakeup()
 
     def put(self, index: int, output: RequestOutput, is_added: bool) -> None:
         if is_added:
@@ -185,7 +186,7 @@ class _Call:
 
     def end(self, error: Exception | None) -> None:
         self._ended, self._error = True, error
-        self._wake()
+        self._more.wake()
 
     async def next(self) -> tuple[int, RequestOutput] | None:
         """The newest output of the row that has waited longest; None: there is no more."""
@@ -194,17 +195,11 @@ class _Call:
                 raise self._error
             if self._ended:
                 return None
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            await self._more.next()
         index = next(iter(self._unread))
         del self._unread[index]
         return index, self._rows[index].output()
 
     def _has_come(self, index: int) -> None:
         self._unread[index] = None
-        self._wake()
-
-    def _wake(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
+        self._more.wake()

@@ -10,6 +10,7 @@ import pytest
 
 from rollout.api.output_collector import RequestOutputCollector
 from rollout.api.sync_rollout import _LoopThread
+from rollout.distributed.wakeup import Wakeup
 from rollout.errors import EngineClosed
 
 
@@ -49,6 +50,42 @@ def test_an_error_is_raised_at_once():
             await arrived.take()
 
     asyncio.run(asyncio.wait_for(read(), 10))
+
+
+def test_a_reader_that_was_cancelled_while_it_waited_leaves_the_rest_to_the_next():
+    async def read():
+        arrived = RequestOutputCollector()
+        gone = asyncio.create_task(arrived.take())
+        await asyncio.sleep(0)
+        gone.cancel()
+        arrived.put(snapshot("a", 1))  # before the cancelled one has ended
+        next_one = asyncio.create_task(arrived.take())
+        assert (await next_one).step == 1
+        waits = asyncio.create_task(arrived.take())
+        await asyncio.sleep(0)
+        arrived.put(snapshot("a", 2))
+        arrived.put(snapshot("a", 3))  # woken once; it gets the newest
+        assert (await waits).step == 3
+        assert gone.cancelled()
+
+    asyncio.run(asyncio.wait_for(read(), 10))
+
+
+def test_a_wakeup_is_of_who_waits_and_not_remembered():
+    async def wait():
+        wakeup = Wakeup()
+        wakeup.wake()
+        waited = wakeup.next()
+        assert not waited.done()
+        wakeup.wake()
+        wakeup.wake()
+        await waited
+        later = wakeup.next()
+        later.cancel()
+        wakeup.wake()
+        assert later.cancelled()
+
+    asyncio.run(asyncio.wait_for(wait(), 10))
 
 
 def test_a_call_that_comes_with_the_end_of_its_loop_is_told_so() -> None:
