@@ -152,7 +152,8 @@ class AsyncRollout(GenerationVerbs):
         return await self.backend.server_info()
 
     async def pause_generation(self, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Stop stepping; new requests wait in the queue.
+        """Stop stepping; new requests wait in the queue until ``resume_generation``, however long.
+        The first of them is a warning in the engine's log; ``metrics().state`` is "paused".
 
         ``mode`` says what becomes of running requests: "keep" them as they are, "recompute" their
         KV on resuming, "wait" for them to finish, or "abort" them (``finish_reason`` "abort").

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 class CallAdmission:
     """``refusal``: why no request can be taken now, if so. ``at_boundary`` runs a function in the
-    engine's thread, between two steps; ``judge`` ends there what is too old to be taken on.
+    engine's thread, between two steps; ``took_on`` hears there of what was queued.
     """
 
     def __init__(
@@ -27,9 +27,9 @@ class CallAdmission:
         outputs: OutputProcessor,
         refusal: Callable[[], RolloutError | None],
         at_boundary: Callable[[Callable[[], None]], Future[None]],
-        judge: Callable[[list[RequestState]], None],
+        took_on: Callable[[list[RequestState]], None],
     ) -> None:
-        self._inputs, self._outputs, self._judge = inputs, outputs, judge
+        self._inputs, self._outputs, self._took_on = inputs, outputs, took_on
         self._refusal, self._at_boundary = refusal, at_boundary
 
     def take(self, requests: Sequence[Request], sink: Sink, *, stream: bool) -> None:
@@ -48,7 +48,7 @@ class CallAdmission:
                 if refusal is None:
                     states = self._inputs.build(requests, call, arrived)
                     self._outputs.add(states)
-                    self._judge(states)
+                    self._took_on(states)
         except RolloutError as error:  # an adapter that was unloaded since the call was judged
             refusal = error
         except Exception as error:

@@ -42,8 +42,9 @@ from rollout.engine.memory_plan import (
     size_kv,
 )
 from rollout.engine.output import OutputProcessor
+from rollout.engine.pause_state import PAUSED
 from rollout.engine.pins import Pins, PinTerms
-from rollout.engine.request_state import Sink
+from rollout.engine.request_state import RequestState, Sink
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.serving_lease import LEAVING, ServingLease
@@ -214,7 +215,7 @@ class EngineCore:
             places=self.places,
         )  # fmt: skip
         self._admission = CallAdmission(
-            self.inputs, self.outputs, self._refusal, self._loop.at_boundary, self._switch.judge
+            self.inputs, self.outputs, self._refusal, self._loop.at_boundary, self._took_on
         )
         self._control = Control(
             self._loop, self.scheduler, self.outputs, self.pins, self.call, config.timeout
@@ -327,6 +328,13 @@ class EngineCore:
             raise refusal
         if requests:
             self._admission.take(requests, sink, stream=stream)
+
+    def _took_on(self, states: list[RequestState]) -> None:
+        """In the engine's thread, of a call that was queued now."""
+        self._switch.judge(states)
+        if self.loop.pause_state.note("pause"):
+            first = states[0].request.request_id
+            log.warning("%s: request %s waits, as will those after it", PAUSED, first)
 
     def stats(self) -> EngineStats:
         """A snapshot; takes no lock and waits for nothing."""

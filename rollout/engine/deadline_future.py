@@ -17,7 +17,8 @@ class DeadlineFuture(Generic[T]):
     """A future of the engine's thread, waited for until a deadline: ``result()`` in a thread, or
     ``await`` in a task, which takes none.
 
-    The deadline is ``timeout`` seconds from now; ``DeadlineExceeded`` names ``what``. Whatever
+    The deadline is ``timeout`` seconds from now; ``DeadlineExceeded`` names ``what``, and
+    what ``why`` then knows of its reason. Whatever
     ends the waiting but a result calls ``undo``, also when the waiting task is cancelled. What has
     begun at the deadline is waited for as long again: it can no longer be taken back, so its
     result is the truth.
@@ -29,8 +30,10 @@ class DeadlineFuture(Generic[T]):
         what: str,
         timeout: float,
         undo: Callable[[], Any] | None = None,
+        why: Callable[[], str] = lambda: "",
     ) -> None:
         self._future, self._what, self._timeout, self._undo = future, what, timeout, undo
+        self._why = why
         self._deadline = time.monotonic() + timeout
 
     def result(self) -> T:
@@ -69,7 +72,8 @@ class DeadlineFuture(Generic[T]):
     def _outcome(self) -> T:
         if self._future.done() and not self._future.cancelled():
             return self._future.result()
-        raise DeadlineExceeded(f"{self._what} did not end within {self._timeout:g} s")
+        late = f"{self._what} did not end within {self._timeout:g} s"
+        raise DeadlineExceeded(late + self._why())
 
     def _failed(self) -> None:
         undo, self._undo = self._undo, None

@@ -28,7 +28,7 @@ from rollout.engine.deadline_future import DeadlineFuture
 from rollout.engine.executors import Executor, settled
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.output import OutputProcessor
-from rollout.engine.pause_state import PauseState
+from rollout.engine.pause_state import PAUSED, PauseState
 from rollout.engine.pins import Pins
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.scheduler import Scheduler
@@ -174,10 +174,13 @@ class StepLoop:
         def give_up() -> None:
             self.at_boundary(lambda: self.pause_state.stop_waiting(drained, stay_shut=False))
 
+        def why() -> str:
+            return f": {PAUSED}" if self.pause_state.is_frozen_by("pause") else ""
+
         if self.dead is not None:
             raise WorkerDied(str(self.dead))
         self.at_boundary(shut).add_done_callback(refused)
-        return DeadlineFuture(drained, f"{gate}: running requests", timeout, give_up)
+        return DeadlineFuture(drained, f"{gate}: running requests", timeout, give_up, why)
 
     def _wake(self) -> None:
         self._inbox.put((lambda: None, Future()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rollout.engine.scheduler import Scheduler
 
+PAUSED = "generation is paused until resume_generation() (over HTTP /resume)"
+
 
 class PauseState:
     """Named holds on a scheduler; it runs freely when none is left. Engine thread only.
@@ -19,6 +21,7 @@ class PauseState:
         self._freezes: set[str] = set()
         self._gates: set[str] = set()
         self._waits: dict[object, str] = {}
+        self._noted: set[str] = set()  # owners of holds that ``note`` has told of
 
     @property
     def closed(self) -> bool:
@@ -28,6 +31,17 @@ class PauseState:
         """From any thread."""
         waits = list(self._waits.values())  # at once: others may change it meanwhile
         return owner in self._freezes or owner in self._gates or owner in waits
+
+    def is_frozen_by(self, owner: str) -> bool:
+        """From any thread: whether nothing ends until it is opened."""
+        return owner in self._freezes
+
+    def note(self, owner: str) -> bool:
+        """Whether ``owner`` holds what comes now; True once in each time that it does."""
+        if owner in self._noted or not self.is_held_by(owner):
+            return False
+        self._noted.add(owner)
+        return True
 
     def freeze(self, owner: str) -> None:
         self._freezes.add(owner)
@@ -58,3 +72,4 @@ class PauseState:
     def _apply(self) -> None:
         self._scheduler.frozen = bool(self._freezes)
         self._scheduler.admitting = not (self._gates or self._waits)
+        self._noted = {owner for owner in self._noted if self.is_held_by(owner)}

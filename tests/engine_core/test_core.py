@@ -283,6 +283,44 @@ def test_pause_modes(start: Start) -> None:
         core.control.pause("sometimes").result()
 
 
+def test_a_pause_is_warned_of_by_the_first_call_that_waits(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = start()
+    for mode in ("keep", "wait"):
+        caplog.clear()
+        core.control.pause(mode, 5).result()
+        assert not caplog.records
+        sinks = [Sink(), Sink()]
+        for name, sink in zip(("a", "b"), sinks, strict=True):
+            core.submit([request(name, max_tokens=1)], sink, stream=False)
+        core.control.pause("keep").result()  # the same pause
+        core.control.resume().result()
+        for sink in sinks:
+            sink.results()
+        [record] = caplog.records
+        assert record.levelname == "WARNING"
+        assert "paused until resume_generation()" in record.getMessage()
+        assert "request a waits" in record.getMessage()
+    run(core, request("c", max_tokens=1))
+    assert len(caplog.records) == 1
+
+
+def test_who_waits_behind_a_pause_for_what_runs_is_told_so(start: Start) -> None:
+    toy = ToyExecutor()
+    core = start(toy)
+    sink = held(core, 3, max_tokens=40)  # paused
+    for wait in (
+        lambda: core.control.drain(0.05),
+        lambda: core.control.finish_before_sleep(0.05).result(),
+        lambda: core.control.pause("wait", 0.05).result(),
+    ):
+        with pytest.raises(DeadlineExceeded, match=r"0.05 s: generation is paused until resume"):
+            wait()
+    core.control.resume().result()
+    sink.results()
+
+
 def test_sleep_refuses_calls_and_a_frozen_request_goes_on_after_it(start: Start) -> None:
     toy = ToyExecutor()
     core = start(toy)

@@ -391,6 +391,7 @@ def test_a_request_may_bound_its_wait(http: httpx.Client, rollout: Rollout) -> N
     try:
         reply = http.post("/v1/completions", json={**OK, "timeout": 0.2})
         assert (reply.status_code, reply.json()["error"]["type"]) == (504, "DeadlineExceeded")
+        assert "aborted: generation is paused until resume_generation()" in reply.text
         eventually(lambda: not rollout.metrics().waiting)
     finally:
         http.post("/resume")

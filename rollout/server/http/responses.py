@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
+from rollout.engine.pause_state import PAUSED
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import DeadlineExceeded, InvalidRequest, RolloutError, VersionConflict
 from rollout.generation import RequestOutput, SamplingParams
@@ -75,14 +76,15 @@ async def _within(
             except TimeoutError as error:
                 if isinstance(error, RolloutError):
                     raise
-                live, wanted = (await rollout.server_info()).version, params.min_version or 0
-                if live < wanted:
+                info, wanted = await rollout.server_info(), params.min_version or 0
+                if info.version < wanted:
                     raise VersionConflict(
                         f"version {wanted} was asked for (min_version) and did not become live "
-                        f"within the request's timeout of {seconds:g} s: version {live} is"
+                        f"within the request's timeout of {seconds:g} s: version {info.version} is"
                     ) from None
                 raise DeadlineExceeded(
                     f"the request did not end within its timeout of {seconds:g} s, and was aborted"
+                    + (f": {PAUSED}" if info.state == "paused" else "")
                 ) from None
             yield item
 
