@@ -82,9 +82,11 @@ class AsyncRollout(GenerationVerbs):
         tls: ClientTls | None = None,
         min_version: int = 0,
     ) -> Self:
-        """Connect to the gRPC server at "host:port"; ``timeout`` bounds all but generation.
+        """Connect to the gRPC server at "host:port".
 
-        ``min_version``: see the property.
+        ``timeout``: seconds that bound every call but generation, and in that the wait for a
+        ``min_version``, which ends with ``VersionConflict``; once its version is live a request
+        takes as long as it takes. ``min_version``: see the property.
         """
         split_address(address)
         if not isinstance(tls, ClientTls | None):
@@ -124,7 +126,7 @@ class AsyncRollout(GenerationVerbs):
     @property
     def min_version(self) -> int:
         """The oldest version that requests take which ask for none (``SamplingParams.min_version``;
-        0, the default: any). They wait for it, at most the engine's timeout.
+        0, the default: any). They wait for it, at most the engine's timeout, and this client's.
 
         It counts in the epoch of the engine, or fleet, that is there when it is first used: in
         another one requests end with ``EngineRestarted``, until it is set anew, or this client has

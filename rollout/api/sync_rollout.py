@@ -76,6 +76,9 @@ class Rollout:
     ) -> Self:
         """Connect to the gRPC server at "host:port"; every rank of a trainer may do so.
 
+        ``timeout``: seconds that bound every call but generation, and in that the wait for a
+        ``min_version``, which ends with ``VersionConflict``; once its version is live a request
+        takes as long as it takes.
         ``min_version``: the oldest weights that its requests take, see the property.
         ``tls``: the certificates to require and to present (``rollout.rpc.tls.ClientTls``). Raises
         ``EngineClosed`` if nothing answers there.
@@ -175,7 +178,7 @@ class Rollout:
     @property
     def min_version(self) -> int:
         """The oldest version that requests take which ask for none (``SamplingParams.min_version``;
-        0, the default: any). They wait for it, at most the engine's timeout.
+        0, the default: any). They wait for it, at most the engine's timeout, and this client's.
 
         It counts in the epoch of the engine, or fleet, that is there when it is first used: in
         another one requests end with ``EngineRestarted``, until it is set anew, or this client has

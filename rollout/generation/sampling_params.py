@@ -240,8 +240,8 @@ class SamplingParams:
     min_version: int | None = _param(
         None,
         _count,
-        "wait until weights of this version or a later one are live, at most the engine's timeout; "
-        "none: a client's own, and what it has committed; 0: any",
+        "wait until weights of this version or a later one are live, at most the engine's timeout, "
+        "and that of Rollout.connect; none: a client's own, and what it has committed; 0: any",
     )
     min_version_epoch: int | None = _param(
         None,

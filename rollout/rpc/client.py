@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from rollout.errors import (
     EngineError,
     EngineRestarted,
     InvalidRequest,
+    VersionConflict,
 )
 from rollout.generation import (
     AnyPrompt,
@@ -81,7 +83,8 @@ MAX_DECIDE = 600.0  # seconds in which a prepared update is committed or has gon
 
 
 class RolloutClient:
-    """One service at ``address`` ("host:port"); ``timeout`` bounds each call but generation.
+    """One service at ``address`` ("host:port"); ``timeout`` bounds each call but generation,
+    and how long a generation waits for its ``min_version``.
 
     Remembers the epoch of the last commit it has seen: answers of another epoch raise
     ``EngineRestarted`` until a full update has committed there, unless ``keeps_epoch`` is False.
@@ -138,7 +141,7 @@ class RolloutClient:
             stream=stream,
             routed=_routed(fleet, beginnings),
         )
-        return self._outputs("Generate", request)
+        return self._outputs("Generate", request, params)
 
     def chat(
         self,
@@ -164,7 +167,7 @@ class RolloutClient:
             stream=stream,
             routed=_routed(fleet, beginnings),
         )
-        return self._outputs("Chat", request)
+        return self._outputs("Chat", request, params)
 
     async def tokenize(
         self,
@@ -445,7 +448,40 @@ class RolloutClient:
         scored = 0 if params.pooling == "mean" else None
         return replace(params, max_tokens=1, ignore_eos=True, prompt_logprobs=scored)
 
-    def _outputs(self, method: str, request: Any) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    def _outputs(
+        self, method: str, request: Any, params: Sequence[SamplingParams]
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        outputs = self._called(method, request)
+        wanted = max((one.min_version or 0 for one in params), default=0)
+        known = 0 if self._seen is None else self._seen[1]
+        # A fleet's front, which keeps no epoch, chooses who has the version.
+        return outputs if wanted <= known or not self._keeps_epoch else self._live(outputs, wanted)
+
+    async def _live(
+        self, outputs: AsyncGenerator[tuple[int, RequestOutput]], version: int
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """``outputs``; ``VersionConflict`` where ``version`` is not live within ``timeout`` s."""
+        async with aclosing(outputs):
+            first = asyncio.ensure_future(anext(outputs))
+            try:
+                await asyncio.wait((first,), timeout=self.timeout)
+                if not first.done() and (info := await self.server_info()).version < version:
+                    raise VersionConflict(
+                        f"version {version} was asked for (min_version) and did not become live "
+                        f"within this client's timeout of {self.timeout:g} s: version "
+                        f"{info.version} is, at {self.address}; update the weights, ask for that "
+                        "or less, or connect with a longer timeout"
+                    )
+                yield await first
+            except StopAsyncIteration:
+                return
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            async for item in outputs:
+                yield item
+
+    def _called(self, method: str, request: Any) -> AsyncGenerator[tuple[int, RequestOutput]]:
         if request.stream and "multiplex" in self.features:
             # One of its own still says of each row what is new, and not all again.
             shared = self._multiplex if request.ByteSize() <= SHARED else self._new_multiplex()

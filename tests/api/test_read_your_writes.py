@@ -1,10 +1,18 @@
 """A client's requests are not older than what it has committed, or than it says."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rollout import EngineRestarted, InvalidRequest, Rollout, SamplingParams, VersionConflict
+from rollout import (
+    AsyncRollout,
+    EngineRestarted,
+    InvalidRequest,
+    Rollout,
+    SamplingParams,
+    VersionConflict,
+)
 from rollout.api.read_floor import ReadFloor
 
 GREEDY = {"max_tokens": 4, "temperature": 0.0}
@@ -42,6 +50,30 @@ def test_a_min_version_that_does_not_come_is_refused_with_what_is_live(checkpoin
         asked = pytest.raises(VersionConflict, match=r"version 7 was .* within 1 s: version 0 is")
         with Rollout.connect(one.address, timeout=10, min_version=7) as client, asked:
             client.generate(IDS, GREEDY)
+
+
+async def test_a_client_waits_for_a_version_within_its_own_timeout(engine, other_weights):
+    receipt = engine.update_weights(other_weights, timeout=10)
+    never = {**GREEDY, "min_version": 1 << 40}
+    chat = [{"role": "user", "content": "Hi"}]
+    async with AsyncRollout.connect(engine.address, timeout=0.3) as client:
+        for waits in (
+            client.generate([IDS, IDS], never),
+            anext(client.stream(IDS, never)),
+            client.chat(chat, never),
+        ):
+            with pytest.raises(VersionConflict, match=r"client's timeout of 0.3 s: version \d+ is"):
+                await asyncio.wait_for(waits, 10)  # the engine waits for 30 s
+        assert engine.metrics().waiting == 0
+        engine.pause_generation()
+        late = {**GREEDY, "min_version": receipt.version}
+        calls = [client.generate(IDS, late), client.generate([IDS, IDS], late)]
+        running = asyncio.gather(*calls)
+        await asyncio.sleep(1)
+        assert not running.done()  # what is slow is not the version
+        engine.resume_generation()
+        one, two = await asyncio.wait_for(running, 30)
+        assert [output.finished for output in (*one, *two)] == [True] * 3
 
 
 def test_another_epoch_is_told_at_once_and_nothing_is_generated(checkpoint, other_weights):
