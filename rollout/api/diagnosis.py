@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,16 +23,19 @@ from rollout.api.scored_samples import (
 )
 from rollout.api.sync_rollout import Rollout
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, some
 from rollout.generation import Completion, SamplingParams
 from rollout.kernels import digest
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weights import Box
 
 PROMPT = 16  # tokens, drawn by chance
+_LAYER = re.compile(r"((?:[^ ]+\.)?layers\.\d+)\.")
 REMEDIES = {
     "weights": "send the trainer's weights in full (update_weights), and look at what it is that "
     "changes or leaves out the named tensors between the trainer's step and the update",
+    "layers": "compare models of as many layers, all of which run: give the model whose weights "
+    "the engine was sent, and look at num_hidden_layers on both sides",
     "embedding": "compare what embeddings are multiplied by, and how the vocabulary is padded",
     "norm": "give both sides the config's epsilon and dtype of norms (rms_norm_eps)",
     "rope": "give both sides the same rope_theta and rope scaling: the trainer's config, or "
@@ -183,6 +188,8 @@ def _rerouted(
 
 def _weights(engine: Rollout, reference: Any, info: WeightInfo, timeout: float) -> Place | None:
     fit = engine.preflight(reference, timeout=timeout)
+    if (other := _of_one_side(fit.problems, info)) is not None:
+        return other
     if fit.problems:
         return _of_weights(fit.problems, "names or shapes do not fit")
     report = engine.check_weights(reference, timeout=timeout)
@@ -192,9 +199,28 @@ def _weights(engine: Rollout, reference: Any, info: WeightInfo, timeout: float) 
     return _of_weights(found, _pattern(engine, reference, info, report.differing, timeout))
 
 
+def _of_one_side(problems: Sequence[str], info: WeightInfo) -> Place | None:
+    """Whole layers that are in the engine alone, or in the reference alone, if there are any."""
+    held: dict[str, set[str]] = defaultdict(set)
+    for meta in info.tensors:
+        if found := _LAYER.match(meta.name):
+            held[found[1]].add(meta.name)
+    missing = {one.removesuffix(" is missing") for one in problems}
+    lacks = [layer for layer, names in held.items() if names <= missing]
+    unknown = (_LAYER.match(one) for one in problems if " is unknown" in one)
+    more = list(dict.fromkeys(found[1] for found in unknown if found and found[1] not in held))
+    sides = (("engine", lacks), ("reference", more))
+    told = [f"the {side} alone has {some(layers)}" for side, layers in sides if layers]
+    if not told or len(lacks) == len(held):  # where all are unknown their names are at fault
+        return None
+    return Place(
+        kind="layers", name=(lacks or more)[0], difference=float("inf"), noise=0.0,
+        detail=f"{', and '.join(told)}; nothing was compared",
+    )  # fmt: skip
+
+
 def _of_weights(found: Sequence[str], what: str) -> Place:
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    told = f"{len(found)} tensors: {', '.join(found[:4])}{more}"
+    told = f"{len(found)} tensors: {some(found, 4)}"
     return Place(
         kind="weights", name=found[0], difference=float("inf"), noise=0.0,
         detail=f"{told}; {what}" if what else told,

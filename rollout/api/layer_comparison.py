@@ -4,6 +4,7 @@ was given there, so that a difference is of that module alone and not of those b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rollout.errors import ConfigError, some
 from rollout.models.causal_lm import CausalLM
 from rollout.models.decoder.blocks import DecoderBlock
 from rollout.models.decoder.chunks import within_chunks
@@ -21,6 +23,7 @@ from rollout.models.layers.attention import Attention
 from rollout.models.layers.norm import Norm
 
 BLOCK = 16  # tokens of one KV block
+_LAYER = re.compile(r"layers\.\d+")
 # By kind of module: what rounding alone may differ by, relative to the root mean square, in units
 # of the coarser dtype's epsilon.
 NOISE = {"embedding": 2.0, "norm": 8.0, "rope": 8.0, "router": 64.0, "head": 64.0}
@@ -34,7 +37,8 @@ class Place:
     theirs; ``noise``: what rounding may give; ``detail``: what more is known of it.
     """
 
-    kind: str  # embedding | norm | rope | attention | mlp | router | experts | block | head
+    # embedding | norm | rope | attention | mlp | router | experts | block | layers | head
+    kind: str
     name: str
     difference: float
     noise: float
@@ -186,8 +190,25 @@ class LayerComparison:
         yield from self._rope()
         for index, block in enumerate(ours.model.layers):
             yield from self._block(index, cast(DecoderBlock, block))
+        yield from self._not_compared()
         yield from self._norm("norm", ours.model.last_norm)
         yield self._head()
+
+    def _not_compared(self) -> Iterator[Place]:
+        """Layers that one side alone has run."""
+        ours = [f"layers.{index}" for index in range(len(self.ours.model.layers))]
+        theirs = [name for name in self.theirs.seen if _LAYER.fullmatch(name)]
+        if not theirs:
+            raise ConfigError(
+                "diagnose: no layers.N of the reference has run, so that there is nothing to "
+                "compare: give the transformers model itself, without what wraps it"
+            )
+        for where, run, others in (("here", ours, theirs), ("there", theirs, ours)):
+            if alone := [name for name in run if name not in others]:
+                yield Place(
+                    kind="layers", name=alone[0], difference=float("inf"), noise=0.0,
+                    detail=f"not compared: {some(alone)} ran {where} alone",
+                )  # fmt: skip
 
     def _block(self, index: int, block: DecoderBlock) -> Iterator[Place]:
         prefix = f"layers.{index}"

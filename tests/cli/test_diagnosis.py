@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import write_tiny
 
-from rollout import Rollout, SamplingParams
+from rollout import ConfigError, Rollout, SamplingParams
 from rollout.api.diagnosis import diagnose
 from rollout.cli.main import main
 
@@ -92,6 +92,18 @@ def _no_bias(model: Any) -> None:
     layer.mlp.gate.e_score_correction_bias.zero_()
 
 
+def _skip_a_layer(model: Any) -> None:
+    model.config.num_hidden_layers = 1
+
+
+def _drop_a_layer(model: Any) -> None:
+    del model.model.layers[1]
+
+
+def _add_a_layer(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+
+
 def _experts(model: Any) -> None:
     [layer] = [one for one in model.model.layers if hasattr(one.mlp, "gate")][:1]
     _on_output(layer.mlp.experts, lambda out: out * 1.1)
@@ -111,6 +123,14 @@ FAULTS = {  # what is planted, where, and what the report has to say
     "another attention scale": ("gemma2", _attention_scale, "attention", "layers.1.self_attn"),
     "another activation": ("gemma2", _activation, "mlp", "layers.0.mlp"),
     "no bias on the experts": ("glm4_moe", _no_bias, "weights", "is all zeros"),
+    "a layer that is not run": (
+        "qwen3",
+        _skip_a_layer,
+        "layers",
+        "layers.1 ran here alone",
+    ),
+    "a layer less": ("qwen3", _drop_a_layer, "layers", "the engine alone has model.layers.1; "),
+    "a layer more": ("qwen3", _add_a_layer, "layers", "the reference alone has model.layers.2; "),
     "experts scaled": ("glm4_moe", _experts, "experts", "mlp"),
 }
 
@@ -127,6 +147,24 @@ def test_a_planted_fault_is_named_with_its_place(stacks, fault):
     assert found.verdict is not None, said
     assert (found.verdict.kind, told in said) == (kind, True), said
     assert found.remedy in said
+
+
+def test_a_wrapped_reference_of_which_no_layer_is_found_is_refused(stacks):
+    engine, model, _ = stacks["qwen3"]
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs)
+
+        def get_output_embeddings(self) -> Any:
+            return model.lm_head
+
+    with pytest.raises(ConfigError, match="give the transformers model itself, without what wraps"):
+        diagnose(engine, Wrapped(), sequences=1, params=SamplingParams(max_tokens=4))
 
 
 @pytest.mark.more
