@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollout.distributed import TensorParallel
 from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.serving_lease import ServingLease
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.rollback import roll_back
@@ -141,6 +142,7 @@ class Engine:
             for r in range(size)
         ]
         self.epoch, self.version, self.broken = 7, 0, None
+        self.serving = ServingLease()
         self.control = self.counters = self.pins = self
         self.since, self.told = -1, ""  # nothing is ever pinned here
         self.one_host = True
