@@ -1,28 +1,56 @@
-"""Requests' heads in bounded memory: they are kept before anybody's token has been looked at."""
+"""Requests in bounded memory: their fields are kept before anybody's token has been looked at."""
 
 from __future__ import annotations
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD = 1 << 16  # bytes of a request line and its headers, as h11 and nginx have it, about
+MAX_HEAD = 1 << 16  # bytes of a request line and all fields, as h11 and nginx have it, about
 
 
 class BoundedHead(HttpToolsProtocol):
-    """uvicorn's faster protocol, whose parser takes heads of any length by itself."""
+    """uvicorn's faster protocol, whose parser takes fields of any number and length by itself:
+    those before a body, and those behind one that comes in chunks.
+    """
 
-    _in_head = True
-    _head = 0  # bytes that came of it, without the last ones
+    _kept = 0  # bytes of this request's line and fields
+    _unheard = 0  # bytes of which the parser has told nothing yet, nearly: what it may hold itself
 
     def data_received(self, data: bytes) -> None:
+        self._unheard += len(data)
         super().data_received(data)
-        self._head += len(data) if self._in_head else 0
-        if self._head > MAX_HEAD and not self.transport.is_closing():
-            self.send_400_response(f"Request line and headers are over {MAX_HEAD} bytes.")
+        if self._is_over and not self.transport.is_closing():
+            self.send_400_response("")
 
     def on_message_begin(self) -> None:
-        self._in_head, self._head = True, 0
+        self._kept = self._unheard = 0
         super().on_message_begin()
 
-    def on_headers_complete(self) -> None:
-        self._in_head, self._head = False, 0
-        super().on_headers_complete()
+    def on_url(self, url: bytes) -> None:
+        self._keep(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._keep(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._unheard = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unheard = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        over = f"The request's line and headers are over {MAX_HEAD} bytes."
+        super().send_400_response(over if self._is_over else msg)
+
+    def _keep(self, count: int) -> None:
+        self._unheard = 0
+        self._kept += count
+        if self._is_over:
+            raise ValueError("more than is kept of a request")  # which ends its parsing
+
+    @property
+    def _is_over(self) -> bool:
+        return max(self._kept, self._unheard) > MAX_HEAD
