@@ -159,7 +159,12 @@ class EngineConfig:
     max_queued_requests: int = _setting(
         16384,
         "sequences (n for each prompt) that may wait; a call beyond it is refused (HTTP 429), but "
-        "where none waits any is taken",
+        "where none waits any up to max_seqs_per_call is taken",
+        least=1,
+    )
+    max_seqs_per_call: int = _setting(
+        1 << 18,
+        "sequences (n for each prompt) that one call may bring; more are refused (HTTP 400)",
         least=1,
     )
     block_size: int = _setting(32, "tokens of one KV block", least=1)

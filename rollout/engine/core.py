@@ -179,7 +179,8 @@ class EngineCore:
         self._warn_of_nonfinite(model.nonfinite)
         self.inputs = InputProcessor(
             model, self.max_model_len, seed=self.seed, max_queued=config.max_queued_requests,
-            num_waiting=lambda: self.scheduler.num_waiting, adapters=self.adapters,
+            max_per_call=config.max_seqs_per_call, adapters=self.adapters,
+            num_waiting=lambda: self.scheduler.num_waiting,
         )  # fmt: skip
         if self.tokenizer is not None:
             vocab_size = self.model_config.vocab_size

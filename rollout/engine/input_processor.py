@@ -26,7 +26,8 @@ class InputProcessor:
     """Checks a call as a whole in its caller's thread, and builds its states in the engine's.
 
     ``live_ids``: the request ids from ``take`` until their last output. ``num_waiting()`` counts
-    the sequences that the scheduler keeps waiting, ``max_queued`` is the most there may be.
+    the sequences that the scheduler keeps waiting, ``max_queued`` is the most there may be, and
+    ``max_per_call`` the most of one call.
     ``seed`` draws the seeds of requests that bring none.
     """
 
@@ -37,6 +38,7 @@ class InputProcessor:
         *,
         seed: int,
         max_queued: int,
+        max_per_call: int,
         num_waiting: Callable[[], int],
         adapters: AdapterTable,
     ) -> None:
@@ -45,6 +47,7 @@ class InputProcessor:
         self._check = RequestCheck(model, max_model_len)
         self._max_model_len = max_model_len
         self._max_queued, self._num_waiting = max_queued, num_waiting
+        self._max_per_call = max_per_call
         self._coming = 0  # sequences taken that the scheduler has not got yet
         self._seeds = random.Random(seed)
         self._next_seq_id = 0
@@ -55,8 +58,16 @@ class InputProcessor:
 
         Raises ``InvalidRequest`` or ``PromptTooLong`` for the first request that cannot be served,
         ``EngineOverloaded`` while too many sequences wait; then nothing is occupied. Where none
-        waits a call of any size is taken: it is one message, and would never get in otherwise.
+        waits a call of any size up to ``max_per_call`` is taken: it is one message, and would
+        never get in otherwise.
         """
+        count = sum(request.params.n for request in requests)
+        if count > self._max_per_call:
+            raise InvalidRequest(
+                f"this call brings {count} sequences (prompts: {len(requests)}, n for each), and "
+                f"max_seqs_per_call is {self._max_per_call}: split it into several calls, or start "
+                "the engine with a larger --max-seqs-per-call"
+            )
         ids = [request.request_id for request in requests]
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
@@ -65,7 +76,6 @@ class InputProcessor:
             self._check.check(request)
             if request.params.adapter is not None:
                 self._adapters.resolve(request.params.adapter)
-        count = sum(request.params.n for request in requests)
         with self._taking:
             waiting = self._coming + self._num_waiting()
             if waiting and waiting + count > self._max_queued:

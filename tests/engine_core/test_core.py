@@ -652,6 +652,18 @@ def test_a_step_of_more_tokens_than_any_before_may_take_longer(start: Start) -> 
     assert core.state == "running"
 
 
+def test_a_call_of_too_many_sequences_is_refused_before_any_is_made(start: Start) -> None:
+    core = start(max_seqs_per_call=6, max_queued_requests=2)
+    made = core.inputs._next_seq_id
+    calls = [request(name, n=n, max_tokens=1) for name, n in (("a", 4), ("b", 3))]
+    with pytest.raises(InvalidRequest, match=r"brings 7 .*prompts: 2.*_call is 6: split"):
+        core.submit(calls, Sink(), stream=False)
+    assert (core.inputs._next_seq_id, core.inputs.live_ids) == (made, set())
+    sink = Sink()
+    core.submit([request("a", n=6, max_tokens=1)], sink, stream=False)
+    assert len(sink.results()["a"].outputs) == 6
+
+
 def test_a_call_on_its_way_to_the_scheduler_is_counted_once(start: Start) -> None:
     """Two may wait, and one does: another that comes while it is handed over is let in."""
     core = start(max_queued_requests=2)
