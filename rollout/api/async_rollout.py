@@ -196,10 +196,12 @@ class AsyncRollout(GenerationVerbs):
         await self.start()
         await self.backend.wake_up(as_texts(tags, "tags"), check_timeout(timeout))
 
-    async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; not needed after an update."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Empty the prefix cache; not needed after an update. ``reset_running_requests``: what
+        runs computes its KV again, too; whether generation is paused stays as it is.
+        """
         await self.start()
-        await self.backend.reset_prefix_cache()
+        await self.backend.reset_prefix_cache(reset_running_requests)
 
     async def metrics(self) -> EngineStats:
         """A snapshot of the engine's metrics."""

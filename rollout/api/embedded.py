@@ -241,8 +241,8 @@ class EmbeddedBackend:
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
         await self.core.control.wake_up(tags, timeout)
 
-    async def reset_prefix_cache(self) -> None:
-        await self.core.control.reset_prefix_cache()
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        await self.core.control.reset_prefix_cache(reset_running_requests)
 
     async def stats(self) -> EngineStats:
         return self.core.stats()

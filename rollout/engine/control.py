@@ -70,16 +70,18 @@ class Control:
             if mode == "abort":
                 self._outputs.abort(list(self._outputs.requests))
             if mode == "recompute":
-                self._scheduler.recompute()
-                self._scheduler.blocks.reset_prefix_cache()
+                self._drop_cache(True)
 
         return self._ask("pause", freeze, timeout)
 
     def resume(self, timeout: float | None = None) -> DeadlineFuture[None]:
         return self._ask("resume", lambda: self._loop.pause_state.open("pause"), timeout)
 
-    def reset_prefix_cache(self) -> DeadlineFuture[None]:
-        return self._ask("reset_prefix_cache", self._scheduler.blocks.reset_prefix_cache, None)
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> DeadlineFuture[None]:
+        """``reset_running_requests``: what runs computes its KV again, paused or not."""
+        return self._ask(
+            "reset_prefix_cache", lambda: self._drop_cache(reset_running_requests), None
+        )
 
     def finish_before_sleep(self, timeout: float) -> DeadlineFuture[None]:
         """Mode "wait" of a sleep, in front of it: let what has begun finish, and admit nothing
@@ -114,8 +116,7 @@ class Control:
             if mode == "abort":
                 self._outputs.abort(list(self._outputs.requests))
             self._pins.end("before a sleep")
-            self._scheduler.recompute()
-            self._scheduler.blocks.reset_prefix_cache()
+            self._drop_cache(True)
             self.asleep = set(WAKE_TAGS)
             if level == 2:  # what is frozen stays so until new weights are there
                 self.broken = "sleep(level=2) dropped the weights"
@@ -176,6 +177,11 @@ class Control:
     @property
     def broken_text(self) -> str:
         return f"the engine cannot generate until a full update commits: {self.broken}"
+
+    def _drop_cache(self, running: bool) -> None:
+        if running:
+            self._scheduler.recompute()
+        self._scheduler.blocks.reset_prefix_cache()
 
     def _ask(self, what: str, fn: Callable[[], T], timeout: float | None) -> DeadlineFuture[T]:
         return self._loop.ask(what, fn, self._limit(timeout))

@@ -347,6 +347,7 @@ class EngineCore:
         lease = self.serving.left
         return EngineStats(
             state=self.state,
+            paused=self.loop.pause_state.is_held_by("pause"),
             running=len(self.scheduler.running),
             waiting=self.scheduler.num_waiting,
             kv_usage=self.blocks.usage,

@@ -71,6 +71,7 @@ class EngineStats:
     often one went beyond its ``max_staleness`` at a commit, by what became of it.
     ``pinned_...``: requests that finish on the version before the live one, which that is (-1:
     none), steps by it so far; ``pin_fallbacks_total``: requests whose pin was ended for them.
+    ``paused``: also where ``state`` says something else, as in a sleep.
     """
 
     state: str
@@ -117,6 +118,7 @@ class EngineStats:
     fleet_members_lost_total: int = 0
     fleet: int = 0
     serving_lease: float | None = None
+    paused: bool = False
     encoder_cache_queries_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_cache_bytes: int = 0

@@ -255,6 +255,11 @@ class RolloutClient:
     async def state(self) -> str:
         return (await self.server_info()).state
 
+    async def _knows(self, feature: str) -> bool:
+        """A front's verbs reach members that it has not called yet."""
+        await self.start()
+        return feature in self.features
+
     async def server_info(self) -> ServerInfo:
         return info_from_proto(await self._call(ControlStub, "ServerInfo", pb.ServerInfoRequest()))
 
@@ -278,8 +283,14 @@ class RolloutClient:
         request = pb.WakeUpRequest(tags=tags or (), timeout=timeout)
         await self._call(ControlStub, "WakeUp", request, timeout)
 
-    async def reset_prefix_cache(self) -> None:
-        await self._call(ControlStub, "ResetPrefixCache", pb.ResetPrefixCacheRequest())
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        if reset_running_requests and not await self._knows("resets"):
+            raise InvalidRequest(
+                f"the service at {self.address} is of a version that has no reset of running "
+                "requests: call pause_generation('recompute') and resume_generation()"
+            )
+        request = pb.ResetPrefixCacheRequest(reset_running_requests=reset_running_requests)
+        await self._call(ControlStub, "ResetPrefixCache", request)
 
     async def stats(self) -> EngineStats:
         return stats_from_json((await self._call(ControlStub, "Stats", pb.StatsRequest())).json)

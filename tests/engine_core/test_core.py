@@ -283,6 +283,19 @@ def test_pause_modes(start: Start) -> None:
         core.control.pause("sometimes").result()
 
 
+def test_a_reset_has_what_runs_computed_again_paused_or_not(start: Start) -> None:
+    core = start()
+    sink = held(core, 3, max_tokens=20)
+    core.control.reset_prefix_cache().result()
+    assert core.scheduler.running
+    core.control.reset_prefix_cache(reset_running_requests=True).result()
+    assert (core.scheduler.running, core.blocks.usage, core.state) == ([], 0.0, "paused")
+    core.control.resume().result()
+    assert len(sink.results()["a"].outputs[0].token_ids) == 20
+    core.control.reset_prefix_cache(reset_running_requests=True).result()
+    assert core.state == "running"
+
+
 def test_a_pause_is_warned_of_by_the_first_call_that_waits(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,6 +79,9 @@ def test_updates_reads_and_control_through_any_front_are_the_fleets(
             second.update_weights(trained, version=2)
 
         second.pause_generation()
+        second.reset_prefix_cache(reset_running_requests=True)
+        assert first.metrics().paused
+        assert second.metrics().paused
         assert first.metrics().state == second.metrics().state == "paused"
         assert {engine.metrics().state for engine in engines} == {"paused"}
         first.resume_generation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +51,41 @@ async def until(condition: object) -> None:
     async with asyncio.timeout(HANG):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.01)
+
+
+async def test_a_reset_of_what_runs_leaves_the_pauses_of_others_alone(
+    engine: AsyncRollout, http: httpx.AsyncClient
+) -> None:
+    """Somebody pauses before the step boundary at which it is done."""
+    core, go = engine.backend.core, threading.Event()
+    core.at_step_boundary(lambda: go.wait(HANG))
+    paused = asyncio.create_task(engine.pause_generation())
+    await asyncio.sleep(0.1)
+    asked = http.post("/reset_prefix_cache?reset_running_requests=true")
+    reset = asyncio.create_task(asked)
+    await asyncio.sleep(0.1)
+    go.set()
+    assert (await reset).status_code == 200
+    await paused
+    assert core.state == "paused"
+    await engine.resume_generation()
+
+
+async def test_whether_it_is_paused_is_said_in_a_sleep_too(
+    engine: AsyncRollout, http: httpx.AsyncClient
+) -> None:
+    async def said() -> tuple[bool, bool]:
+        paused, asleep = await http.get("/is_paused"), await http.get("/is_sleeping")
+        return paused.json()["is_paused"], asleep.json()["is_sleeping"]
+
+    await engine.sleep(1)
+    assert await said() == (False, True)
+    await engine.pause_generation()
+    assert await said() == (True, True)
+    await engine.wake_up()
+    assert await said() == (True, False)
+    await engine.resume_generation()
+    assert await said() == (False, False)
 
 
 async def test_verbs_that_wait_take_nothing_from_health_text_and_resume(

@@ -233,8 +233,8 @@ class Front(ABC):
         """Tags that the fleet has given up."""
         return self.hold.wanted.asleep
 
-    async def reset_prefix_cache(self) -> None:
-        await self._all(lambda link: link.client.reset_prefix_cache())
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        await self._all(lambda link: link.client.reset_prefix_cache(reset_running_requests))
 
     async def stats(self) -> EngineStats:
         rows = await self._all(lambda link: link.client.stats(), some=True)
@@ -245,6 +245,7 @@ class Front(ABC):
             summed(rows), state=await self.state(), epoch=self.fleet.epoch,
             weight_version=self.fleet.version, adapters=self.adapters,
             members=standing(self.fleet.members()), fleet=self.fleet.fleet_id, serving_lease=None,
+            paused=self.hold.wanted.paused,
         )  # fmt: skip
 
     # ---- the fleet (async) ----

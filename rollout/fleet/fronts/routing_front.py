@@ -61,13 +61,14 @@ class RoutingFront(Front):
         await self._client.disconnect()
         await super().disconnect()
 
-    async def reset_prefix_cache(self) -> None:
-        await self._client.reset_prefix_cache()
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        await self._client.reset_prefix_cache(reset_running_requests)
 
     async def stats(self) -> EngineStats:
         """Of the fleet, its updates among it; of the members alone where nobody coordinates."""
         with suppress(EngineError):
-            return replace(await self._client.stats(), state=await self.state())
+            stats = await self._client.stats()
+            return replace(stats, state=await self.state(), paused=self.hold.wanted.paused)
         return await super().stats()
 
     async def routes(self, ask: AskRoutes) -> Routes:

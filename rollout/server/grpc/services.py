@@ -195,7 +195,7 @@ class ControlService:
 
     @answers
     async def ResetPrefixCache(self, request: Any) -> Any:  # noqa: N802
-        await self._rollout.reset_prefix_cache()
+        await self._rollout.reset_prefix_cache(request.reset_running_requests)
         return pb.Done()
 
     @answers

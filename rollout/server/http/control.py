@@ -87,12 +87,7 @@ routes = Routes()
 async def reset_prefix_cache(
     rollout: Engine, params: Annotated[ResetParams, Depends(ControlParams(ResetParams))]
 ) -> dict[str, Any]:
-    if params.reset_running_requests:
-        paused = (await rollout.metrics()).state == "paused"
-        await rollout.pause_generation("recompute")
-        if not paused:
-            await rollout.resume_generation()
-    await rollout.reset_prefix_cache()
+    await rollout.reset_prefix_cache(params.reset_running_requests)
     return {"success": True}
 
 
@@ -120,7 +115,7 @@ async def resume(rollout: Engine) -> dict[str, Any]:
 
 @routes.on("GET", "/is_paused", Access.GENERATION)
 async def is_paused(rollout: Engine) -> dict[str, Any]:
-    return {"is_paused": (await rollout.metrics()).state == "paused"}
+    return {"is_paused": (await rollout.metrics()).paused}
 
 
 @routes.on("POST", "/sleep", Access.CONTROL)
