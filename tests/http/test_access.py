@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from fastapi import FastAPI
 from server_settings import CONTROL, MAX_BODY, OPENED, TOKEN
 from serving import Served
+from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from rollout import Rollout
@@ -102,6 +104,57 @@ def test_missing_wrong_and_insufficient_tokens_are_told_apart(served: Served) ->
             reply = client.post("/pause", headers={"Authorization": given} if given else {})
             assert reply.status_code == 401
             assert words in reply.json()["error"]["message"]
+
+
+# ---- pages of other sites ----
+
+OWN = {"host": "127.0.0.1:8000"}
+FOREIGN = [
+    OWN | {"sec-fetch-site": "cross-site"},
+    OWN | {"sec-fetch-site": "same-site"},  # as a page at another port of this machine
+    OWN | {"origin": "https://evil.example"},
+    OWN | {"origin": "http://127.0.0.1:8001"},
+    OWN | {"origin": "null"},
+    {"host": "evil.example:8000", "origin": "http://evil.example:8000"},  # DNS rebinding
+    {"host": "evil.example:8000", "sec-fetch-site": "same-origin"},
+    {"host": "localhost.evil.example", "sec-fetch-site": "none"},
+    {"host": "[::1", "origin": "http://[::1"},
+]
+WELCOME = [
+    {"host": "engine.example:8000"},  # no browser
+    OWN | {"sec-fetch-site": "same-origin", "origin": "http://127.0.0.1:8000"},
+    {"host": "LOCALHOST:8000", "origin": "http://localhost:8000"},
+    {"host": "[::1]:8000", "sec-fetch-site": "none"},
+]
+
+
+@pytest.mark.parametrize("headers", [*FOREIGN, *WELCOME], ids=str)
+async def test_pages_of_other_sites_control_nothing_without_a_token(
+    headers: dict[str, str],
+) -> None:
+    async def below(scope: Any, receive: Any, send: Any) -> None:
+        await JSONResponse({})(scope, receive, send)
+
+    async def status(guard: Guard, method: str, path: str) -> int:
+        transport = httpx.ASGITransport(guard)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            reply = await client.request(method, path, headers=headers)
+        if reply.status_code == 403:
+            assert re.search(remedy, reply.json()["error"]["message"])
+        return reply.status_code
+
+    control, remedy = ("/pause", "/update_weights", "/fleet/members"), "with a --control-token"
+    expected = 403 if headers in FOREIGN else 200
+    guard = Guard(below, tokens=Tokens(), max_body_bytes=1000)
+    assert {await status(guard, "POST", path) for path in control} == {expected}
+    assert await status(guard, "GET", "/flush_cache") == expected
+    for path in ("/", "/dashboard/state", "/health", "/v1/models"):
+        assert await status(guard, "GET", path) == 200
+    remedy = "to the address where tokens are asked for"
+    opened = Guard(below, tokens=Tokens(), max_body_bytes=1000, open_routes=["/pause"])
+    assert await status(opened, "POST", "/pause") == expected
+    guarded = Guard(below, tokens=Tokens(control=CONTROL), max_body_bytes=1000)
+    assert await status(guarded, "POST", "/pause") == 401
 
 
 # ---- open routes ----

@@ -1,13 +1,16 @@
-"""What every HTTP request passes before its route: its token, and the size of its body.
+"""What every HTTP request passes before its route: its token, whose page sent it, and the size of
+its body.
 
 Routes are defined here with what they ask of their caller, so that none can forget to.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
@@ -121,6 +124,12 @@ class Guard:
                 return refuse(text, "NotFoundError", 404)
         elif why := self._tokens.refusal(path, _given(headers), method):
             return refuse(why, "AuthenticationError", 401)
+        is_control = access_of(method, path) is Access.CONTROL
+        if is_control and self._tokens == Tokens() and (why := _foreign_page(headers)):
+            remedy = "start the server with a --control-token, and send that"
+            if self._open is not None:
+                remedy = "send a token, to the address where tokens are asked for"
+            return refuse(f"{path} is refused to a browser {why}: {remedy}", "Forbidden", 403)
         needs_engine = access_of(method, path) is not Access.OPEN and (method, path) not in AT_ONCE
         if needs_engine and (why := self._loading()):
             return JSONResponse(*error_body(EngineClosed(why)))
@@ -148,6 +157,36 @@ class Guard:
             f"the body is larger than the {self._limit} bytes that this server takes; send less at "
             "a time, or start it with a larger --max-body-bytes"
         )
+
+
+def _foreign_page(headers: Headers) -> str:
+    """Why a browser may have sent this for a page of another site; "" where none has.
+
+    Any page may send requests to a server on its reader's machine (CSRF), and one whose host name
+    is made to point there (DNS rebinding) is of the same origin to the browser. That is why a host
+    must be an address or "localhost", as all that is served without a token is. Clients that are
+    no browsers send neither header.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is None and origin is None:
+        return ""
+    host = headers.get("host", "").lower()
+    if site in ("cross-site", "same-site"):
+        return f"for a page of another site (Sec-Fetch-Site: {site})"
+    if origin is not None and origin.lower().partition("://")[2] != host:
+        return f"for a page of {origin:.100}, which is not {host:.100}"
+    if not _is_address(host):
+        return f"at {host:.100}, a name that any site may have given to this machine"
+    return ""
+
+
+def _is_address(host: str) -> bool:
+    """Whether a ``Host`` is "localhost" or an IP address, with a port or without."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def _given(headers: Headers) -> str | None:

@@ -53,7 +53,7 @@ from rollout.server.sglang_verbs import (
 
 routes = Routes()
 GENERATE = "/generate"
-_KEPT = (401, 404, 405, 413)  # statuses of requests that no verb has seen
+_KEPT = (401, 403, 404, 405, 413)  # statuses of requests that no verb has seen
 HEALTH_LIMIT = 20.0  # seconds for one token
 Document = dict[str, Any]
 
