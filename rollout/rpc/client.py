@@ -271,7 +271,7 @@ class RolloutClient:
         await self._call(ControlStub, "Resume", pb.ResumeRequest())
 
     async def sleep(self, level: int, mode: str, timeout: float) -> None:
-        if mode != "keep" and "sleep_modes" not in self.features:
+        if mode != "keep" and not await self._knows("sleep_modes"):
             raise InvalidRequest(
                 f"the service at {self.address} is of a version that has no sleep but "
                 f'mode="keep": call pause_generation({mode!r}) before it'

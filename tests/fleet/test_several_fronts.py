@@ -78,6 +78,8 @@ def test_updates_reads_and_control_through_any_front_are_the_fleets(
         with pytest.raises(VersionConflict):
             second.update_weights(trained, version=2)
 
+        second.sleep(1, "wait")  # before any call has met the members through their front
+        second.wake_up()
         second.pause_generation()
         second.reset_prefix_cache(reset_running_requests=True)
         assert first.metrics().paused
