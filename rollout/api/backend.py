@@ -252,6 +252,11 @@ class ServedBackend(Backend, Protocol):
         ...
 
     @property
+    def weight_dirs(self) -> Sequence[str]:
+        """Directories under which updates may be read here."""
+        ...
+
+    @property
     def fleet(self) -> Members | None:
         """Who is in the fleet; None of one engine."""
         ...

@@ -369,6 +369,10 @@ class EmbeddedBackend:
         return self._reads.run(options.update_id or "", options.timeout, read)
 
     @property
+    def weight_dirs(self) -> Sequence[str]:
+        return self.config.weight_dirs
+
+    @property
     def max_adapters(self) -> int:
         return self.config.max_adapters
 

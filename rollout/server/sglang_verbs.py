@@ -24,7 +24,7 @@ from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.server.verbs import Size, UpdateInfo, derived_id, served_of, session_of
 from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
-from rollout.weight_sync.versions.follower import looks
+from rollout.weight_sync.versions.follower import inside, looks
 from rollout.wire.spellings import near
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class _Body(BaseModel):
         known = list(cls.model_fields)
         for name in given if isinstance(given, dict) else ():
             if name not in known and (meant := near(str(name), known)):
-                raise ValueError(f"unknown field {name:.80}; did you mean {meant!r}?")
+                raise ValueError(f"unknown field {name[:80]!r}; did you mean {meant!r}?")
         return given
 
 
@@ -147,8 +147,13 @@ class SglangVerbs:
     # ---- weights ----
 
     async def from_disk(self, body: DiskBody) -> Document:
-        path = Path(body.model_path)
-        files = await asyncio.to_thread(lambda: (path.absolute(), looks(path)))
+        served = served_of(self._rollout)
+
+        def seen() -> tuple[Path, object]:
+            path = inside(body.model_path, served.weight_dirs)  # no other is looked into
+            return path, looks(path)
+
+        files = await asyncio.to_thread(seen)
         receipt = await self._rollout.update_weights(
             server_path=body.model_path,
             update_id=derived_id("disk", *files, body),

@@ -19,6 +19,7 @@ from rollout.engine.updates.vllm_session import DEADLINE, TIMEOUT, VerbSession
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.versions.follower import inside
 from rollout.weights import TensorMeta
 from rollout.wire.codec import to_plain
 from rollout.wire.frames import DTYPES
@@ -240,20 +241,26 @@ async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> D
 
     Raises ``IncompleteUpdate`` where the trainer's marker is not there yet.
     """
-    marker = Path(body.weight_dir) / STABLE
+    served = served_of(rollout)
     try:
-        written = await asyncio.to_thread(lambda: marker.stat().st_mtime_ns)
-    except (OSError, ValueError):
+        marker, written = await asyncio.to_thread(lambda: _marked(body.weight_dir, served))
+    except OSError:
         raise IncompleteUpdate(
             f"there is no {STABLE} in {body.weight_dir}: its weights are still being written, or "
             "it is none of prime-rl's; update_weights(server_path=...) takes any checkpoint"
         ) from None
     receipt = await rollout.update_weights(
         server_path=body.weight_dir,
-        update_id=derived_id(marker.absolute(), written),
+        update_id=derived_id(marker, written),
         timeout=DIRECTORY_LIMIT,
     )
     return {"status": "ok", "version": receipt.version}
+
+
+def _marked(directory: str, served: ServedBackend) -> tuple[Path, int]:
+    """The trainer's marker, and when it was written; nothing outside is looked into."""
+    marker = inside(directory, served.weight_dirs) / STABLE
+    return marker, marker.stat().st_mtime_ns
 
 
 def derived_id(*parts: object) -> str:

@@ -109,7 +109,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/collective_rpc", {"method": "execute_model"}, "'execute_model' is not served"),
     ("/collective_rpc", {"method": "sleep", "args": [2]}, "takes by name: level"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
-    ("/update_weights", {"weight_dir": "/nowhere"}, "no STABLE"),
+    ("/update_weights", {"weight_dir": "/nowhere"}, "outside every --weight-dir"),
 ]
 
 

@@ -71,7 +71,7 @@ class Front(ABC):
         self.fleet, self.hold = fleet, hold
         self.calls = Calls(fleet, hold)
         self.reports = Reports(fleet, self.calls.router, self._others_route)
-        self._weight_dirs = tuple(weight_dirs)
+        self.weight_dirs = tuple(weight_dirs)
         self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
         self._files = AdapterFiles(lambda: self.adapters)
         self.max_adapters = self._max_lora_rank = 0  # of its members, as they were at the start
@@ -313,7 +313,7 @@ class Front(ABC):
 
     def update_from(self, path: str, options: UpdateOptions) -> UpdateReceipt:
         """Read by the front, once for all members."""
-        return self.update_once(readable(path, self._weight_dirs, self.info()), options)
+        return self.update_once(readable(path, self.weight_dirs, self.info()), options)
 
     def update_once(self, source: Any, options: UpdateOptions) -> UpdateReceipt:
         """Nothing new where the last one had this ``update_id``, and is live still."""
@@ -334,7 +334,7 @@ class Front(ABC):
     @property
     def adapter_limits(self) -> tuple[int, int] | None:
         """It merges none."""
-        loads = self._weight_dirs and self.max_adapters
+        loads = self.weight_dirs and self.max_adapters
         return (self._max_lora_rank, self.max_adapters) if loads else None
 
     @property
@@ -352,7 +352,7 @@ class Front(ABC):
         base = None if self._started is None else self._started.model
         where = Path(path).expanduser().absolute()
         if not anywhere:
-            where = adapter_directory(name, path, self._weight_dirs)
+            where = adapter_directory(name, path, self.weight_dirs)
         version = self._files.load(
             name, where, _Reader(self), inplace=inplace, timeout=DEFAULT_TIMEOUT, base_names=(base,)
         )

@@ -249,14 +249,22 @@ def allowed(
     directory: str | Path, roots: Sequence[str | Path], remedy: str = "create it first"
 ) -> Path:
     """``directory``, resolved; ``ConfigError`` unless it exists and lies in one of ``roots``."""
+    found = inside(directory, roots)
+    if not found.is_dir():
+        raise ConfigError(f"{directory} is not a directory; {remedy}")
+    return found
+
+
+def inside(directory: str | Path, roots: Sequence[str | Path]) -> Path:
+    """``directory``, resolved; ``ConfigError`` unless it would lie in one of ``roots``."""
+    if "\0" in str(directory):
+        raise ConfigError(f"no path has a null byte in it: {str(directory)!r:.80}")
     found = Path(directory).resolve()
     if not any(found.is_relative_to(Path(root).resolve()) for root in roots):
         raise ConfigError(
             f"{directory} is outside every --weight-dir; allow it with --weight-dir {directory} "
             "(weight_dirs= in Python)"
         )
-    if not found.is_dir():
-        raise ConfigError(f"{directory} is not a directory; {remedy}")
     return found
 
 
@@ -266,8 +274,6 @@ def readable(directory: str | Path, roots: Sequence[str | Path], info: WeightInf
     Raises ``ConfigError`` where it, or a file in it, lies outside ``roots``, and
     ``IncompleteUpdate`` where it is half-written.
     """
-    if "\0" in str(directory):
-        raise ConfigError(f"no path has a null byte in it: {str(directory)!r:.80}")
     return complete_source(allowed(directory, roots), [Path(r).resolve() for r in roots], info)
 
 
