@@ -87,6 +87,27 @@ def test_half_a_surrogate_pair_is_400(http: httpx.Client, path: str) -> None:
     assert "not Unicode text" in reply.json()["error"]["message"]
 
 
+def test_half_a_surrogate_pair_beside_the_prompt_is_no_500(http: httpx.Client) -> None:
+    headers = {"Content-Type": "application/json"}
+    for path, content in (
+        ("/v1/completions", b'{"prompt": "a", "request_id": "\\ud800"}'),
+        ("/v1/completions", b'{"prompt": "a", "temperatur\\ud800": 1}'),
+        (
+            "/v1/chat/completions/render",
+            b'{"messages": [{"role": "user", "content": "a"}], "request_id": "\\ud800"}',
+        ),
+        ("/inference/v1/generate", b'{"token_ids": [5], "request_id": "\\ud800"}'),
+        ("/generate", b'{"text": "a", "rid": "\\ud800"}'),
+        ("/pause_generation", b'{"mod\\ud800": 1}'),
+        ("/generate", b'{"text": "a", "rid": ["\\ud800"]}'),
+    ):
+        reply = http.post(path, content=content, headers=headers)
+        assert reply.status_code == 400, reply.text
+    body = b'{"input": "a", "max_output_tokens": 1, "metadata": {"a": "\\ud800 \\u00e9"}}'
+    reply = http.post("/v1/responses", content=body, headers=headers)
+    assert reply.json()["metadata"] == {"a": "\ud800 \u00e9"}
+
+
 def test_text_parts_are_the_text(http: httpx.Client) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     ids = [

@@ -117,6 +117,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": IDS, "retrun_logprob": True}, "did you mean 'return_logprob'"),
     ({"input_ids": IDS, "sampling_params": {"max_tokens": 3}}, "did you mean"),
     ({"input_ids": IDS, "sampling_params": {"stop_regex": "a"}}, "stop_regex is not served"),
+    ({"input_ids": IDS, "sampling_params": {"stop_token_ids": 5}}, "stop_token_ids must be a list"),
     ({"input_ids": IDS, "sampling_params": {"top_p": 3}}, "top_p must be"),
     ({"input_ids": IDS, "return_logprob": True, "logprob_start_len": 9}, "logprob_start_len"),
     ({"input_ids": [IDS, IDS], "sampling_params": [{}]}, "sampling_params has 1 entries"),
@@ -256,6 +257,7 @@ def test_a_refused_update_says_so_in_sglangs_shape(http: httpx.Client) -> None:
     for path, given, words in (
         ("/update_weights_from_tensor", body, "model.nonsense"),
         ("/update_weights_from_disk", {"model_path": "/etc"}, "weight-dir"),
+        ("/update_weights_from_disk", {"model_path": "/tmp/\0x"}, "no path has a null byte"),
         ("/update_weights_from_disk", {}, "model_path"),
         ("/begin_weight_update", {}, "group"),
         ("/end_weight_update", {}, "no weight update is open"),
@@ -269,7 +271,7 @@ def test_a_refused_update_says_so_in_sglangs_shape(http: httpx.Client) -> None:
 
 def test_a_misspelt_field_of_a_verb_is_named(http: httpx.Client) -> None:
     for path, body, words in (
-        ("/pause_generation", {"mod": "in_place"}, "unknown field mod; did you mean 'mode'?"),
+        ("/pause_generation", {"mod": "in_place"}, "unknown field 'mod'; did you mean 'mode'?"),
         ("/abort_request", {"request_ids": ["a"]}, "give rid, the id of a request, or abort_all"),
         ("/update_weights_from_disk", {"model_path": "x", "flush_cach": False}, "'flush_cache'?"),
     ):

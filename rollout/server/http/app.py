@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
@@ -48,6 +48,7 @@ from rollout.server.http.dialect import Dialect, shapes_of
 from rollout.server.http.errors import error_body, install_error_handlers
 from rollout.server.http.grammars import after_thought
 from rollout.server.http.guard import Engine, Guard, Routes, include
+from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.messages import template_messages
 from rollout.server.http.responses import (
     EventStream,

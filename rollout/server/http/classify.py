@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
@@ -23,6 +23,7 @@ from rollout.server.auth import Access
 from rollout.server.http.chat_body import ConversationBody
 from rollout.server.http.finite import finite
 from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.messages import template_messages
 from rollout.server.http.responses import sampled_by, unless_disconnected
 from rollout.server.http.types import OpenAIBody, Prompts, TokenId, prompts_of

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from rollout.errors import InvalidRequest
 from rollout.generation import EmbeddingOutput, SamplingParams
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.responses import sampled_by, unless_disconnected
 from rollout.server.http.types import OpenAIBody, Prompts, prompts_of
 

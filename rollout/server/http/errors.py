@@ -8,12 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from rollout.errors import STATUS, EngineClosed, RolloutError, WorkerDied
 from rollout.server.auth import ROUTES
 from rollout.server.http.absent_routes import instead_of
+from rollout.server.http.json_response import JSONResponse
 from rollout.wire.spellings import near
 
 RETRY_AFTER = "1"  # seconds, of an overloaded engine

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.api import AsyncRollout
@@ -23,6 +22,7 @@ from rollout.errors import ConfigError, EngineClosed
 from rollout.server.auth import ROUTES, Access, Tokens, access_of
 from rollout.server.http.control_params import StrictRoute
 from rollout.server.http.errors import ErrorShape, error_body, shaped
+from rollout.server.http.json_response import JSONResponse
 from rollout.server.verbs import Verbs
 
 AT_ONCE: set[tuple[str, str]] = set()  # (HTTP method, path), beside the open ones

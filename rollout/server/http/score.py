@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -20,6 +20,7 @@ from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams, ScoreOutput
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.responses import sampled_by, unless_disconnected
 
 MAX_ROWS = 2048  # of one call, as of embeddings

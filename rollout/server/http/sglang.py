@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
@@ -27,6 +27,7 @@ from rollout.server.grpc.health import SERVING, state_of
 from rollout.server.http.answers import TokenText
 from rollout.server.http.errors import error_body
 from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.responses import (
     EventStream,
     event,

@@ -18,6 +18,7 @@ from rollout.generation import NAN_LOGITS, Completion, PromptInput, RequestOutpu
 from rollout.server.http.answers import TokenText
 from rollout.server.http.finite import finite
 from rollout.server.http.side_channels import sglang_experts, sglang_mask
+from rollout.server.http.types import RequestId
 from rollout.wire.spellings import near
 
 MAX_NEW_TOKENS = 128  # where a request says nothing
@@ -59,7 +60,7 @@ class GenerateBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    rid: str | list[str] | None = None
+    rid: RequestId | list[RequestId] | None = None
     text: str | list[str] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] = Field(default_factory=dict)
@@ -199,7 +200,8 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
                 raise InvalidRequest(f"sampling_params: {text}")
         elif (name := _SAMPLING[key]) is not None and (value is not None or name == "max_tokens"):
             values[name] = value
-    values["stop_token_ids"] = [t for t in values.get("stop_token_ids", ()) if t is not None]
+    if isinstance(ids := values.get("stop_token_ids"), list):  # slime's may have a null in it
+        values["stop_token_ids"] = [t for t in ids if t is not None]
     return values
 
 

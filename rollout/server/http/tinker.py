@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.errors import InvalidRequest
@@ -22,6 +22,7 @@ from rollout.generation import SamplingParams
 from rollout.server.auth import Access
 from rollout.server.http.answers import AnswerDefaults
 from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.responses import sampled_by
 from rollout.server.http.tinker_futures import Failed, SampleFutures, Wanted
 

@@ -24,6 +24,7 @@ from rollout.wire.spellings import SAMPLING, near
 log = logging.getLogger(__name__)
 
 TokenId = Annotated[int, Field(ge=0)]
+RequestId = Annotated[str, Field(max_length=1024)]  # with a bound, no half of a surrogate pair
 Prompt = str | list[TokenId]
 Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -69,7 +70,7 @@ def _check_unknown(field: str, value: Any, known: list[str]) -> None:
     if why := UNSUPPORTED.get(field) or SAMPLING.why_refused(field):
         raise ValueError(f"{field} is not supported; {why}")
     if field in SAMPLING.same or near(field, known):
-        raise ValueError(f"unknown field {field:.80}; {SAMPLING.hint(field, known)}")
+        raise ValueError(f"unknown field {field[:80]!r}; {SAMPLING.hint(field, known)}")
     _warn_of(field[:80])
 
 
@@ -110,7 +111,7 @@ class OpenAIBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    request_id: str | None = None
+    request_id: RequestId | None = None
     user: str | None = None  # accepted and not used
     priority: Literal[0] = 0  # first come first served: no other is honoured
 

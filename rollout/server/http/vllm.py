@@ -14,7 +14,7 @@ from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.api import AsyncRollout
@@ -43,6 +43,7 @@ from rollout.server.http.answers import usage as usage_of
 from rollout.server.http.chat_body import ChatBody
 from rollout.server.http.errors import error_body
 from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.responses import (
     EventStream,
     event,
@@ -58,7 +59,7 @@ from rollout.server.http.side_channels import (
     skyrl_experts,
     skyrl_support,
 )
-from rollout.server.http.types import StreamOptions
+from rollout.server.http.types import RequestId, StreamOptions
 
 routes = Routes()
 Document = dict[str, Any]
@@ -104,7 +105,7 @@ class GenerateBody(BaseModel):
     token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     model: str | None = None
-    request_id: str | None = None
+    request_id: RequestId | None = None
     return_token_ids: bool = False
     cache_salt: str | None = None
     priority: int = 0
