@@ -15,6 +15,7 @@ from shared_engines import eventually, standing_still
 from rollout import Rollout
 
 OK = {"prompt": [5, 6, 7], "max_tokens": 2}
+SAID = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt"),
     ({"prompt": []}, "must not be empty"),
@@ -50,6 +51,29 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [5] * 600}, "512"),
     ({**OK, "priority": 1}, "priority"),
     ({**OK, "stream": True, "stream_options": {"include_usge": True}}, "stream_options"),
+]
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"max_completion_tokens": 0}, "max_tokens must be at least 1"),
+    ({"max_completion_tokens": 0, "max_tokens": 5}, "max_tokens must be at least 1"),
+    ({"max_tokens": 0, "prompt_logprobs": 1}, "max_tokens must be at least 1"),
+    ({"echo": True}, "echo is not supported; /v1/completions has it"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs are not available"),
+    ({"add_special_tokens": True}, "add_special_tokens: Input should be False"),
+]
+ASKS: list[tuple[dict[str, Any], Any]] = [  # what would change an answer, and what asks for nothing
+    ({"stop_regex": "a"}, ""),
+    ({"prompt_embeds": "x"}, None),
+    ({"thinking_token_budget": 3}, None),
+    ({"repetition_detection": {"max_pattern_size": 4}}, {}),
+    ({"custom_logit_processor": "x"}, None),
+    ({"structural_tag": "x"}, None),
+    ({"documents": [{"text": "a"}]}, []),
+    ({"session_params": {"id": "x"}}, {}),
+    ({"logprob_token_ids": [1]}, []),
+    ({"input_ids": [5, 6]}, []),
+    ({"mm_processor_kwargs": {"a": 1}}, {}),
 ]
 
 
@@ -132,6 +156,44 @@ def test_a_bad_body_is_400_in_openai_shape(
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == 400
+
+
+@pytest.mark.parametrize(("body", "words"), BAD_CHATS, ids=[str(b)[:50] for b, _ in BAD_CHATS])
+def test_a_bad_chat_is_400(http: httpx.Client, body: dict[str, Any], words: str) -> None:
+    answer = http.post("/v1/chat/completions", json={**SAID, **body})
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("asks", "nothing"), ASKS, ids=[next(iter(asks)) for asks, _ in ASKS])
+def test_what_would_change_an_answer_is_refused(
+    http: httpx.Client, asks: dict[str, Any], nothing: Any
+) -> None:
+    [name] = asks
+    for path, body in (("/v1/completions", OK), ("/v1/chat/completions", SAID)):
+        refused = http.post(path, json={**body, **asks})
+        assert refused.status_code == 400, refused.text
+        assert f"{name} is not supported; " in refused.json()["error"]["message"]
+        assert http.post(path, json={**body, name: nothing}).status_code == 200
+
+
+def test_a_prompt_may_do_without_special_tokens(http: httpx.Client) -> None:
+    for special in (True, False):
+        asked = {"prompt": "Hello", "add_special_tokens": special}
+        ids = http.post("/tokenize", json=asked).json()["tokens"]
+        body = {**asked, "max_tokens": 1, "return_token_ids": True}
+        [choice] = http.post("/v1/completions", json=body).json()["choices"]
+        assert choice["prompt_token_ids"] == ids
+
+
+def test_a_chat_has_its_prompts_logprobs(http: httpx.Client) -> None:
+    body = {**SAID, "prompt_logprobs": 1, "return_token_ids": True}
+    reply = http.post("/v1/chat/completions", json=body).json()
+    scored = {"prompt": reply["prompt_token_ids"], "max_tokens": 1, "prompt_logprobs": 1}
+    [choice] = http.post("/v1/completions", json=scored).json()["choices"]
+    assert reply["prompt_logprobs"] == choice["prompt_logprobs"]
+    refused = http.post("/v1/responses", json={"input": "a", "prompt_logprobs": 1})
+    assert "a response has no prompt_logprobs" in refused.text
 
 
 def test_chunks_of_an_interval_are_fewer_and_add_up_to_the_whole(http: httpx.Client) -> None:

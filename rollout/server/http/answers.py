@@ -110,8 +110,11 @@ def answer(outputs: Sequence[RequestOutput], style: AnswerStyle) -> dict[str, An
         for completion in output.outputs
     ]
     whole = _envelope(style, style.object_name, choices) | {"usage": used}
-    if style.chat and style.token_ids:
-        whole["prompt_token_ids"] = outputs[0].prompt_token_ids  # vLLM's place for a chat's
+    if style.chat:  # vLLM's places for what a chat's choices share
+        if style.token_ids:
+            whole["prompt_token_ids"] = outputs[0].prompt_token_ids
+        if (rows := prompt_rows(outputs[0])) is not None:
+            whole["prompt_logprobs"] = rows
     return whole
 
 

@@ -203,8 +203,12 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
         answerless=body.answerless,
     )
     ids = _ids(style, len(prompts))
-    if style.processed and not params.greedy:  # then vLLM's are of the prompt, too
-        params = replace(params, prompt_temperature=params.temperature)
+    params = _tempered(params, style)
+    if not body.add_special_tokens:
+        prompts = [
+            await rollout.tokenize(p, add_special_tokens=False) if isinstance(p, str) else p
+            for p in prompts
+        ]
     outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
     outputs = within(body.timeout, rollout, params, outputs)
     return await _respond(request, body, style, outputs)
@@ -215,6 +219,7 @@ async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
     reader, params = _read_by(rollout, body, request)
     model, params = await sampled_by(rollout, body.model, params)
     style = replace(_style(body, params, model, request, chat=True), reader=reader)
+    params = _tempered(params, style)
     outputs = await _chat_outputs(rollout, body, request, reader, params, style.request_id)
     return await _respond(request, body, style, outputs)
 
@@ -224,6 +229,8 @@ async def responses(rollout: Engine, body: dict[str, Any], request: Request) -> 
     asked = chat_of(body)
     if asked.n != 1:
         raise InvalidRequest("a response is one sample: n must be 1")
+    if asked.prompt_logprobs is not None:
+        raise InvalidRequest("a response has no prompt_logprobs: /v1/chat/completions has them")
     reader, params = _read_by(rollout, asked, request)
     model, params = await sampled_by(rollout, asked.model, params)
     made = ResponseAnswer(body, model, reader)
@@ -306,6 +313,13 @@ def _style(
         request_id=body.request_id or f"{prefix}-{uuid.uuid4().hex}",
         role=state.defaults.response_role,
     )
+
+
+def _tempered(params: SamplingParams, style: AnswerStyle) -> SamplingParams:
+    """Where logprobs are processed, vLLM's are of the prompt, too."""
+    if not style.processed or params.greedy:
+        return params
+    return replace(params, prompt_temperature=params.temperature)
 
 
 def _ids(style: AnswerStyle, prompts: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -60,6 +60,8 @@ class ChatBody(ConversationBody, SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    add_special_tokens: Literal[False] = False  # the template brings them
 
     def conversation(self) -> list[dict[str, Any]]:
         return template_messages(self.messages)
@@ -74,9 +76,16 @@ class ChatBody(ConversationBody, SamplingBody):
         """``keep_special``: what reads the answer looks for special tokens in its text."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true")
-        limit = self.max_completion_tokens or self.max_tokens
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are not available when stream=True")
+        limit = self.max_completion_tokens
+        limit = self.max_tokens if limit is None else limit
+        if limit == 0:
+            raise InvalidRequest("max_tokens must be at least 1 in a chat, got 0")
         params = self.params(
-            max_tokens=limit, logprobs=self.top_logprobs if self.logprobs else None
+            max_tokens=limit,
+            logprobs=self.top_logprobs if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
         return replace(params, skip_special_tokens=False) if keep_special else params
 

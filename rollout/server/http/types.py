@@ -38,7 +38,8 @@ ACCEPTED = frozenset(
     )
 )
 NEUTRAL: Mapping[str, Any] = {
-    "modalities": ["text"], "use_beam_search": False, "do_sample": True,
+    "modalities": ["text"], "use_beam_search": False, "do_sample": True, "echo": False,
+    "add_special_tokens": True,
     # SGLang's, which its router adds to each body.
     "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True,
 }  # fmt: skip
@@ -60,6 +61,22 @@ UNSUPPORTED: Mapping[str, str] = {
     "return_hidden_states": "vectors of hidden states come from POST /v1/embeddings",
     "separate_reasoning": "it is separate where the server has a --reasoning-parser",
     "stream_reasoning": "it streams as it comes; stream=false brings all at once",
+    "echo": "/v1/completions has it; return_token_ids brings a chat's prompt",
+    "thinking_token_budget": "max_tokens bounds the thought and what follows it together",
+    "add_special_tokens": "send token ids, as /tokenize gives them",
+}
+# These, too, unless they are empty or false and so ask for nothing.
+UNSUPPORTED_VALUES: Mapping[str, str] = {
+    "stop_regex": "stop takes texts: use them, or stop_token_ids",
+    "prompt_embeds": "send text or token ids",
+    "repetition_detection": "use repetition_penalty, frequency_penalty or presence_penalty",
+    "custom_logit_processor": SAMPLING.why_refused("logits_processors") or "",
+    "structural_tag": 'use structured_outputs={"structural_tag": ...}',
+    "documents": "put them into a message, or into chat_template_kwargs",
+    "session_params": "use session_id, or X-Session-ID",
+    "logprob_token_ids": "ask for the most likely ones: logprobs, or top_logprobs in a chat",
+    "input_ids": "send them to /v1/completions as prompt",
+    "mm_processor_kwargs": "images are read as the checkpoint says",
 }
 
 
@@ -67,7 +84,10 @@ def _check_unknown(field: str, value: Any, known: list[str]) -> None:
     """Pass over a field that changes nothing; raises ValueError for one that would."""
     if field in ACCEPTED or (field in NEUTRAL and NEUTRAL[field] == value):
         return
-    if why := UNSUPPORTED.get(field) or SAMPLING.why_refused(field):
+    if field in UNSUPPORTED_VALUES and not value:
+        return
+    why = UNSUPPORTED.get(field) or UNSUPPORTED_VALUES.get(field) or SAMPLING.why_refused(field)
+    if why:
         raise ValueError(f"{field} is not supported; {why}")
     if field in SAMPLING.same or near(field, known):
         raise ValueError(f"unknown field {field[:80]!r}; {SAMPLING.hint(field, known)}")
@@ -184,6 +204,7 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    add_special_tokens: bool = True
     suffix: str | None = None
     best_of: int | None = None
 
