@@ -145,7 +145,10 @@ def test_echo_brings_the_prompt_and_its_logprobs(
     assert scored.usage is not None
     assert scored.usage.completion_tokens == 0
     stream = client.completions.create(**asked, max_tokens=3, echo=True, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == whole.text
+    parts = [chunk.choices[0] for chunk in stream]
+    assert "".join(part.text for part in parts) == whole.text
+    offsets = [at for part in parts for at in part.logprobs.text_offset]
+    assert offsets == whole.logprobs.text_offset
 
 
 def test_the_best_of_several_samples_is_the_likeliest(client: openai.OpenAI) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from rollout.config import check_known
 from rollout.generation import Completion, RequestOutput, SamplingParams, VersionSpan
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
-from rollout.server.http.echo import best_of, prepend_prompt, without_answer
+from rollout.server.http.echo import behind_prompt, best_of, prepend_prompt, without_answer
 from rollout.server.http.finite import finite
 from rollout.server.http.reasoning import REASONING_PARSERS, ReasoningParser
 from rollout.server.http.responses import event
@@ -189,6 +189,8 @@ class Stream:
             part["text"] = completion.text[chars:]
             if self.style.echo and first:
                 prepend_prompt(part, output, self.style.token_text, self.style.top)
+            elif self.style.echo:
+                behind_prompt(part, output, self.style.token_text)
         return part
 
     def _grown(
