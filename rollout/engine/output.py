@@ -110,7 +110,8 @@ class OutputProcessor:
             if seq.kept is not None and left is not None:
                 seq.kept.append(left)
             if seq.top is not None:
-                seq.top.append(output.top(row, seq.params.logprobs or 0))
+                params = seq.params
+                seq.top.append(output.top(row, params.logprobs or 0, params.top_logprobs_mode))
             if sample.last_time == before:
                 followed += 1
             else:

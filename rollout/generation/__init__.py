@@ -23,7 +23,7 @@ from rollout.generation.request import (
     parts_of,
 )
 from rollout.generation.sampling_mask import SamplingMask
-from rollout.generation.sampling_params import GREEDY_BELOW, TOKEN_PARAMS, SamplingParams
+from rollout.generation.sampling_params import GREEDY_BELOW, TOKEN_PARAMS, TOP_MODES, SamplingParams
 from rollout.generation.scores import ScoreOutput, score_params, scored_rows
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "MAX_STALENESS",
     "NAN_LOGITS",
     "TOKEN_PARAMS",
+    "TOP_MODES",
     "AnyPrompt",
     "ChatOptions",
     "ClassificationOutput",

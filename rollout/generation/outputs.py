@@ -34,8 +34,9 @@ class Logprobs:
     ``raw``: log-softmax of the model's logits. ``processed``: of the distribution that was sampled
     (renormalised over the kept tokens). ``log_kept_mass``: log of the tempered probability mass
     that the filters kept, so ``processed = log_softmax(logits / T) - log_kept_mass`` where no
-    penalty or bias applies. ``top``: for each position the ``logprobs`` most likely tokens by raw
-    logprob, and the sampled one; None when not asked for.
+    penalty or bias applies. ``top``: for each position the ``logprobs`` most likely tokens, by raw
+    logprob unless ``top_logprobs_mode`` says otherwise, and the sampled one; None when not asked
+    for.
     """
 
     raw: list[float]

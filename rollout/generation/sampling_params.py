@@ -22,6 +22,7 @@ MAX_TOP_K = (1 << 31) - 1
 MAX_NAME = 256  # characters of an adapter's, a group's and a session's
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
 
+TOP_MODES = ("raw", "tempered", "processed")  # after edits and penalties; and after filters, too
 MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler overflows
 
 # ---- what a sampling parameter may be: ``read`` returns it as it is kept, or raises ValueError
@@ -222,6 +223,13 @@ class SamplingParams:
         _count,
         "alternatives of each token in `Logprobs.top`, at most the vocabulary's size; the sampled "
         "token's own three logprobs always come",
+        served=False,
+    )
+    top_logprobs_mode: str = _param(
+        "raw",
+        _one_of(*TOP_MODES),
+        "which logprobs `Logprobs.top` has: the model's own, those at `temperature`, or those of "
+        "what the token was drawn from, where only the tokens appear that were left to it",
         served=False,
     )
     prompt_logprobs: int | None = _param(

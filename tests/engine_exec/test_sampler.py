@@ -322,3 +322,35 @@ def test_a_filter_keeps_the_same_with_an_edit_that_changes_nothing(name):
     out = Sampler().sample(logits, repeated(edited, range(12)))
     for field in ("tokens", "raw", "processed", "log_kept_mass"):
         assert torch.equal(getattr(out, field), getattr(plain, field)), field
+
+
+@pytest.mark.parametrize("mode", ["tempered", "processed"])
+def test_alternatives_are_of_the_distribution_that_is_asked_for(mode):
+    """Beside a row whose alternatives are raw."""
+    shaped = {"temperature": 0.5, "top_k": 3, "logit_bias": {7: 9.0}, "repetition_penalty": 1.5}
+    own = SamplingParams(**shaped, logprobs=5, top_logprobs_mode=mode)
+    batch = [sequence(SamplingParams(temperature=0.5, logprobs=2), seed=1), sequence(own, seed=2)]
+    logits = peaked(2, seed=5)
+    out = Sampler().sample(logits, sampling_batch(batch))
+    raw = out.top(0, 2)
+    best = logits[0].log_softmax(-1).topk(2)
+    assert dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)) == pytest.approx(
+        {token: raw[token] for token in best.indices.tolist()}, abs=1e-5
+    )
+
+    edited = logits[1].clone()
+    edited[7] += 9.0
+    seen = edited[[1, 2, 3]]
+    edited[[1, 2, 3]] = torch.where(seen < 0, seen * 1.5, seen / 1.5)
+    tempered = (edited.double() / 0.5).log_softmax(-1)
+    expected = tempered.topk(5 if mode == "tempered" else 3)
+    values = expected.values
+    if mode == "processed":
+        values = values.log_softmax(-1)
+    found = out.top(1, 5, mode)
+    assert list(found) == expected.indices.tolist()
+    assert list(found.values()) == pytest.approx(values.tolist(), abs=1e-5)
+    token, value = int(out.tokens[1]), float(out.processed[1])
+    assert found[token] == pytest.approx(
+        value + (float(out.log_kept_mass[1]) if mode == "tempered" else 0.0), abs=1e-6
+    )

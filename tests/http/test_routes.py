@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -405,6 +406,27 @@ def test_what_trl_sends_is_answered_in_the_shape_it_parses(http: httpx.Client) -
         assert logprobs["tokens"] == names
         assert [list(top) for top in logprobs["top_logprobs"]] == [[name] for name in names]
         assert logprobs["token_logprobs"] == logprobs["raw_logprobs"]
+
+
+def test_processed_alternatives_are_what_could_be_drawn(http: httpx.Client) -> None:
+    shaped = {
+        "temperature": 0.5, "top_k": 2, "logit_bias": {"9": 4}, "seed": 1, "ignore_eos": True,
+        "return_tokens_as_token_ids": True, "logprobs_mode": "processed_logprobs", "max_tokens": 4,
+    }  # fmt: skip
+    asked = {"prompt": [5, 6, 7], **shaped, "logprobs": 3}
+    said = http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    rows = [list(row.items()) for row in said["top_logprobs"]]
+    chat = {**SAID, **shaped, "logprobs": True, "top_logprobs": 3}
+    entries = http.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]
+    for entry in entries["content"]:
+        rows.append([(other["token"], other["logprob"]) for other in entry["top_logprobs"]])
+    tokens = [*said["tokens"], *(entry["token"] for entry in entries["content"])]
+    values = [*said["processed_logprobs"], *entries["processed_logprobs"]]
+    assert len(rows) == 8
+    for row, token, value in zip(rows, tokens, values, strict=True):
+        assert dict(row)[token] == value
+        assert len(row) == 2  # of the three that were asked for
+        assert sum(math.exp(p) for _, p in row) == pytest.approx(1, abs=1e-5)
 
 
 def test_control_routes_take_parameters_from_the_query_or_a_body(http: httpx.Client) -> None:

@@ -57,6 +57,17 @@ def test_logprobs_are_of_the_tempered_model_before_its_filters(http: httpx.Clien
     assert value == pytest.approx(tempered, abs=1e-5)
 
 
+def test_alternatives_are_of_the_tempered_model_too(http: httpx.Client) -> None:
+    sampling = {"temperature": 0.5, "top_k": 2, "max_new_tokens": 4, "sampling_seed": 1}
+    row = generate(
+        http, input_ids=IDS, return_logprob=True, top_logprobs_num=320, sampling_params=sampling
+    )["meta_info"]
+    pairs = zip(row["output_top_logprobs"], row["output_token_logprobs"], strict=True)
+    for ranked, (value, token, _) in pairs:
+        assert {t: p for p, t, _ in ranked}[token] == pytest.approx(value, abs=1e-5)
+        assert sum(math.exp(p) for p, _, _ in ranked) == pytest.approx(1, abs=1e-5)
+
+
 def test_a_prompt_is_scored_from_where_the_client_says(http: httpx.Client) -> None:
     whole = http.post(
         "/v1/completions", json={"prompt": IDS, "max_tokens": 1, "prompt_logprobs": 0}

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.sequence import Sequence
+from rollout.generation import TOP_MODES
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -56,7 +57,7 @@ class SamplingMetadata:
     seeds: Ints  # [S]
     counters: Ints  # [S]: position of the token that is drawn
     targets: Ints  # [P]: the known tokens
-    num_top: Ints  # [S + P]: alternatives by raw logprob; 0: the token alone, -1: no report
+    num_top: Ints  # [S + P]: alternatives; 0: the token alone, -1: no report
     edit_rows: Ints  # [edits]
     edit_ids: Ints  # [edits]
     edit_values: Floats  # [edits]
@@ -67,6 +68,7 @@ class SamplingMetadata:
     allowed: Ints = field(default_factory=_no_pairs)  # [pairs, 2]: row, token; mask its others
     mask_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [masked]
     mask_bits: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    top_modes: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [S]; empty: all raw
     target_temperatures: Floats = field(default_factory=_none)  # [P]; empty: 1 for all
     # [rows] that tell what is left to them
     kept_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))
@@ -94,6 +96,7 @@ class SamplingMetadata:
         params = [s.params for s in drawing]
         top = [-1 if p.logprobs is None else p.logprobs for p in params]
         top += [count for count, _ in scored]
+        modes = [TOP_MODES.index(p.top_logprobs_mode) for p in params]
         tempered = any(temperature != 1 for _, temperature in scored)
         edits, allowed = _edits(drawing, coming)
         penalised = [i for i, s in enumerate(drawing) if s.penalised]
@@ -107,6 +110,7 @@ class SamplingMetadata:
             counters=np.array([len(s.token_ids) + coming for s in drawing], np.int64),
             targets=targets,
             num_top=np.array(top, np.int64),
+            top_modes=np.array(modes if any(modes) else [], np.int64),
             edit_rows=np.array([e[0] for e in edits], np.int64),
             edit_ids=np.array([e[1] for e in edits], np.int64),
             edit_values=np.array([e[2] for e in edits], np.float32),
@@ -120,6 +124,10 @@ class SamplingMetadata:
             target_temperatures=np.array([t for _, t in scored if tempered], np.float32),
             kept_rows=np.array([i for i, s in enumerate(drawing) if s.kept is not None], np.int64),
         )
+
+    @property
+    def most_top(self) -> int:
+        return max(0, int(self.num_top.max(initial=0)))
 
     @property
     def scan_temperatures(self) -> Floats | None:
@@ -167,6 +175,7 @@ class SamplingMetadata:
             counters=self.counters[drawn],
             targets=self.targets[scored],
             num_top=self.num_top[start:stop],
+            top_modes=self.top_modes[drawn],
             edit_rows=self.edit_rows[edits] - start,
             edit_ids=self.edit_ids[edits],
             edit_values=self.edit_values[edits],

@@ -22,8 +22,9 @@ class SamplerOutput:
     """One row per row of logits: the first ``S`` drew their token, the others score a known one.
 
     Logprobs as in ``Logprobs``. ``top_ids`` and ``top_logprobs``: the k most likely tokens by raw
-    logprob, k the largest number that a row asked for. ``hidden``: of the rows that draw and want
-    it, in their order. ``experts``: of the places in the KV cache that the step was asked about.
+    logprob, or as the row asks, k the largest number that a row asked for. ``hidden``: of the rows
+    that draw and want it, in their order. ``experts``: of the places in the KV cache that the step
+    was asked about.
     ``kept_counts`` and ``kept_ids``: of the rows that draw and ask how many tokens were left to
     each, and those, one row's after the other's; 0 where that was the whole vocabulary.
     ``packed``: where a captured step has put all that its rows, which all draw, have: a token, and
@@ -107,13 +108,19 @@ class SamplerOutput:
         columns = (getattr(self, name) for name in _ROWS)
         return SamplerOutput(*(column[rows] if len(column) else column for column in columns))
 
-    def top(self, row: int, count: int) -> TopLogprobs:
-        """The ``count`` most likely tokens of a row, and its own."""
+    def top(self, row: int, count: int, mode: str = "raw") -> TopLogprobs:
+        """The ``count`` most likely tokens of a row, and its own; ``mode``: how it was sampled."""
         found: TopLogprobs = {}
         if count and self.top_ids.numel():
             ids, logprobs = self.top_ids[row, :count], self.top_logprobs[row, :count]
             found = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
-        found.setdefault(int(self.tokens[row]), float(self.raw[row]))
+        if mode == "raw":
+            own = float(self.raw[row])
+        else:  # one of several that tie is drawn, too
+            found = {token: p for token, p in found.items() if p > float("-inf")}
+            own = float(self.processed[row])
+            own += float(self.log_kept_mass[row]) if mode == "tempered" else 0.0
+        found.setdefault(int(self.tokens[row]), own)
         return found
 
     def kept(self) -> list[NDArray[np.int32]]:

@@ -22,12 +22,13 @@ from rollout.engine.sampling.metadata import (
     process_logits,
 )
 from rollout.engine.sampling.output import SamplerOutput
-from rollout.generation import GREEDY_BELOW
+from rollout.generation import GREEDY_BELOW, TOP_MODES
 from rollout.kernels import filter_logits, scan_logits
 from rollout.kernels.scan_logits import SEGMENT
 
 CPU_SLICE = 4 << 20  # elements of edited logits worked on at a time: they stay in the caches
 GPU_SLICE = 256 << 20
+PROCESSED = TOP_MODES.index("processed")
 
 
 class Sampler:
@@ -118,23 +119,30 @@ def _sample(logits: Tensor, sampling: SamplingMetadata, values: Tensor | None) -
     raw = _Scan.of(logits, scale)
     source = logits[:count] if values is None else values[:count]
     scan = raw.first(count) if values is None else _Scan.of(source)
-    tokens, processed, log_kept, kept = _draw(source, scan, sampling)
+    tokens, processed, log_kept, kept, own_top = _draw(source, scan, sampling)
     targets = torch.from_numpy(sampling.targets).to(device)
     chosen = torch.cat([tokens, targets]) if len(targets) else tokens
     scores = raw.scores(logits, chosen, scale)
     if processed is None:
         processed = scores[:count] if values is None else scan.scores(source, tokens)
-    top_ids, top_logprobs = _alternatives(logits, raw.lse, sampling.num_top, scale)
-    return SamplerOutput(
-        chosen, scores.float(), processed.float(), log_kept.float(), top_ids, top_logprobs, **kept
-    )
+    num_top = sampling.num_top
+    if own_top is not None:
+        rows = np.flatnonzero(sampling.top_modes)
+        num_top = num_top.copy()
+        num_top[rows] = 0
+    top = _alternatives(logits, raw.lse, num_top, sampling.most_top, scale)
+    if own_top is not None:
+        where = torch.from_numpy(rows).to(device)
+        for column, own in zip(top, own_top, strict=True):
+            column[where] = own[where]
+    return SamplerOutput(chosen, scores.float(), processed.float(), log_kept.float(), *top, **kept)
 
 
 def _draw(
     values: Tensor, scan: _Scan, sampling: SamplingMetadata
-) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:
-    """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S]; and
-    what was left of the rows that ask.
+) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor], tuple[Tensor, Tensor] | None]:
+    """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S]; what
+    was left of the rows that ask; and ``_alternatives`` of those whose mode is not raw.
 
     No logprobs where neither temperature nor filter changed them: they are those of ``scan``.
     """
@@ -154,13 +162,25 @@ def _draw(
         drawn = draw_logits(values, scale, edges, scan.best, sums.double(), draws)
         tokens = torch.where(torch.from_numpy(greedy).to(device), tokens, drawn)
     kept = _kept(values, scale, edges, sampling) if len(sampling.kept_rows) else {}
+    own_top = None
+    if len(modes := sampling.top_modes):
+        filtered = torch.from_numpy(modes == PROCESSED).to(device)
+        own_top = _alternatives(
+            values,
+            scan.lse + torch.where(filtered, log_kept, 0),
+            np.where(modes > 0, sampling.num_top[: len(modes)], 0),
+            sampling.most_top,
+            scale,
+            None if edges is None else torch.where(filtered, edges, float("-inf")),
+        )
     if scale is None and edges is None:
-        return tokens, None, log_kept, kept
+        return tokens, None, log_kept, kept, own_top
     scores = values.gather(1, tokens[:, None])[:, 0].float()
     if scale is not None:
         scores = scores / scale
     # Both sums round: of a token that is alone the difference may be above 0 by an epsilon.
-    return tokens, (scores.double() - scan.lse - log_kept).clamp_max(0.0), log_kept, kept
+    processed = (scores.double() - scan.lse - log_kept).clamp_max(0.0)
+    return tokens, processed, log_kept, kept, own_top
 
 
 def _kept(
@@ -214,10 +234,19 @@ def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _alternatives(
-    logits: Tensor, lse: Tensor, num_top: NDArray[np.int64], scale: Tensor | None
+    logits: Tensor,
+    lse: Tensor,
+    num_top: NDArray[np.int64],
+    most: int,
+    scale: Tensor | None,
+    edges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``scale`` [R]: the temperatures at which ``lse`` is; their order is the logits' own."""
-    count = min(int(num_top.max(initial=0)), logits.shape[1])
+    """``scale`` [R]: the temperatures at which ``lse`` is; their order is the logits' own.
+
+    ``most``: how many columns, where the vocabulary has them. ``edges`` [R]: what lies below, at
+    those temperatures, has minus infinity.
+    """
+    count = min(most, logits.shape[1])
     ids = torch.zeros(len(logits), count, dtype=torch.int32, device=logits.device)
     logprobs = torch.zeros(len(logits), count, device=logits.device)
     if not count:
@@ -228,6 +257,8 @@ def _alternatives(
         values = logits[where].float()
         found = _top_ids(values, count)
         best = _scaled(values.gather(1, found), None if scale is None else scale[where, None])
+        if edges is not None:
+            best = best.masked_fill(best < edges[where, None], float("-inf"))
         ids[where] = found.int()
         logprobs[where] = (best.double() - lse[where, None]).float()
     return ids, logprobs

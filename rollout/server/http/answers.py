@@ -63,6 +63,11 @@ class AnswerDefaults:
         return None if self.reasoning_parser is None else REASONING_PARSERS[self.reasoning_parser]
 
 
+def with_top(params: SamplingParams, mode: str) -> SamplingParams:
+    """``params`` whose alternatives, if they bring some, are of that ``top_logprobs_mode``."""
+    return replace(params, top_logprobs_mode=mode) if params.logprobs else params
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStyle:
     """What the request asked of the answer's form.
@@ -350,7 +355,7 @@ def _three(completion: Completion, start: int) -> dict[str, list[float | None]]:
 
 
 def _top(completion: Completion, position: int, style: AnswerStyle) -> list[tuple[int, float]]:
-    """The most likely alternatives, best first (raw logprobs), at most ``style.top`` of them."""
+    """The most likely alternatives, best first, at most ``style.top`` of them."""
     if not completion.logprobs.top:
         return []
     ranked = sorted(completion.logprobs.top[position].items(), key=lambda item: -item[1])

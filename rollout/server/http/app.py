@@ -41,6 +41,7 @@ from rollout.server.http.answers import (
     TokenText,
     answer,
     token_id_text,
+    with_top,
 )
 from rollout.server.http.assistant import MessageReader
 from rollout.server.http.chat_body import ChatBody, TokenizeBody
@@ -203,7 +204,7 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
         answerless=body.answerless,
     )
     ids = _ids(style, len(prompts))
-    params = _tempered(params, style)
+    params = _processed(params, style)
     if not body.add_special_tokens:
         prompts = [
             await rollout.tokenize(p, add_special_tokens=False) if isinstance(p, str) else p
@@ -219,7 +220,7 @@ async def chat(rollout: Engine, body: ChatBody, request: Request) -> Response:
     reader, params = _read_by(rollout, body, request)
     model, params = await sampled_by(rollout, body.model, params)
     style = replace(_style(body, params, model, request, chat=True), reader=reader)
-    params = _tempered(params, style)
+    params = _processed(params, style)
     outputs = await _chat_outputs(rollout, body, request, reader, params, style.request_id)
     return await _respond(request, body, style, outputs)
 
@@ -315,11 +316,12 @@ def _style(
     )
 
 
-def _tempered(params: SamplingParams, style: AnswerStyle) -> SamplingParams:
-    """Where logprobs are processed, vLLM's are of the prompt, too."""
-    if not style.processed or params.greedy:
+def _processed(params: SamplingParams, style: AnswerStyle) -> SamplingParams:
+    """Where logprobs are processed, vLLM's alternatives are, too, and the prompt's."""
+    if not style.processed:
         return params
-    return replace(params, prompt_temperature=params.temperature)
+    at = 1.0 if params.greedy else params.temperature
+    return replace(with_top(params, "processed"), prompt_temperature=at)
 
 
 def _ids(style: AnswerStyle, prompts: int) -> list[str]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.errors import InvalidRequest
 from rollout.generation import NAN_LOGITS, Completion, PromptInput, RequestOutput, SamplingParams
-from rollout.server.http.answers import TokenText
+from rollout.server.http.answers import TokenText, with_top
 from rollout.server.http.finite import finite
 from rollout.server.http.side_channels import sglang_experts, sglang_mask
 from rollout.server.http.types import RequestId
@@ -182,6 +182,8 @@ def _ask(
         if start >= 0 and prefill_only and plain:
             values |= {"max_tokens": 0, "logprobs": None}
     params = SamplingParams.from_dict(values)
+    if not params.greedy:
+        params = with_top(params, "tempered")
     return Ask(
         rid=rid, prompt=prompt, params=params, logprobs=logprobs, start=start if logprobs else -1,
         top=top, prefill_only=prefill_only,

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.server.auth import Access
-from rollout.server.http.answers import AnswerDefaults
+from rollout.server.http.answers import AnswerDefaults, with_top
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.responses import sampled_by
@@ -190,11 +190,14 @@ async def asample(rollout: Engine, body: SampleBody, request: Request) -> Docume
     _no_path(body.model_path)
     _, params = await sampled_by(rollout, body.base_model, body.params())
     defaults: AnswerDefaults = request.app.state.defaults
+    processed = defaults.logprobs_mode == "processed_logprobs"
+    if processed:
+        params = with_top(params, "processed")
     wanted = Wanted(
         params=params,
         prompt_logprobs=bool(body.prompt_logprobs),
         last=body.prompt_logprobs_last_n,
-        processed=defaults.logprobs_mode == "processed_logprobs",
+        processed=processed,
     )
     named = body.sampling_session_id is not None and body.seq_id is not None
     request_id = f"{body.sampling_session_id}:{body.seq_id}" if named else uuid.uuid4().hex

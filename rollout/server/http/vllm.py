@@ -38,6 +38,7 @@ from rollout.server.http.answers import (
     chat_logprobs,
     prompt_rows,
     token_id_text,
+    with_top,
 )
 from rollout.server.http.answers import usage as usage_of
 from rollout.server.http.chat_body import ChatBody
@@ -206,6 +207,8 @@ async def _begun(
         token_text=token_id_text,  # as vLLM has it here: clients compare
         request_id=body.request_id or uuid.uuid4().hex,
     )
+    if style.processed:
+        params = with_top(params, "processed")
     outputs = rollout.stream_many(
         [body.prompt()], params, request_ids=[style.request_id], stream=body.stream
     )
