@@ -15,7 +15,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 def test_every_file_that_a_page_names_is_in_the_repository(page: str) -> None:
     here = {
         "/" + path.relative_to(ROOT).as_posix()
-        for folder in ("rollout", "tests", "docs", "proto")
+        for folder in ("rollout", "tests", "docs", "proto", "benchmarks")
         for path in (ROOT / folder).rglob("*.*")
     }
     named = [one for code in CODE.findall((ROOT / page).read_text()) for one in _paths(code)]
