@@ -14,7 +14,7 @@ import torch
 from proxies import Proxy
 
 from rollout import Rollout
-from rollout.errors import ConfigError, TransferFailed, VersionConflict
+from rollout.errors import ConfigError, TransferFailed, UpdateInProgress, VersionConflict
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.rpc.client import RolloutClient
@@ -23,7 +23,9 @@ from rollout.rpc.status import CHUNK
 from rollout.server.grpc.updates import HeldUpdates, UpdateStream
 from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.transports.host import SHARED_MEMORY
 from rollout.weight_sync.transports.inline import GrpcStream
+from rollout.weight_sync.transports.shared_memory import IpcSender
 
 BUCKET = 48 << 10
 
@@ -246,6 +248,27 @@ def test_an_endless_grace_is_refused(engine, other_weights):
         with pytest.raises(ConfigError, match="grace"):
             channel.begin(request(offer={"grace": 1e6, "senders": 1}))
     assert engine.weight_info().state == "idle"
+
+
+def test_memory_is_shared_for_the_update_that_holds_the_lease_alone(engine, monkeypatch):
+    """Neither for one that is refused, nor while it waits; what cannot be had leaves nothing."""
+    made, create = [], IpcSender._create
+    monkeypatch.setattr(IpcSender, "_create", lambda self: made.append(self) or create(self))
+    shares = {"offer": {"grace": 1.0, "senders": 1, "shares": True}, "transport": "inline"}
+    names = set(SHARED_MEMORY.glob("rollout-ipc-*"))
+    client = RolloutClient(engine.address)
+    with pytest.raises(ConfigError, match="bucket_bytes must be"):
+        client.open().begin(request(bucket_bytes=1 << 62, **shares))
+    holder = client.open()
+    assert holder.begin(request(**shares)).shared
+    with pytest.raises(UpdateInProgress):
+        client.open().begin(request(timeout=0.2, **shares))
+    assert len(made) == 1
+    holder.close()
+    client.close()
+    with pytest.raises(TransferFailed, match="bytes of shared memory cannot be had"):
+        IpcSender(None, 1 << 62, most=1 << 62)
+    assert set(SHARED_MEMORY.glob("rollout-ipc-*")) <= names
 
 
 def test_no_stream_leads_into_ones_own_process(engine, other_weights):

@@ -87,6 +87,11 @@ class Lease:
         self._began = time.monotonic()  # with the wait for the lease
 
     def begin(self, request: UpdateRequest) -> Begun:
+        return self.begin_in_turn(request, None)
+
+    def begin_in_turn(
+        self, request: UpdateRequest, in_turn: Callable[[UpdateRequest], UpdateRequest] | None
+    ) -> Begun:
         if self._begun is not None and request == self._asked:
             return self._begun
         if self._asked is not None:
@@ -102,6 +107,10 @@ class Lease:
             request = replace(of.staged_in(request), version=of.check(request))
             if request.staging == "none":  # past ``begin`` it has overwritten what is live
                 of.engine.serving.check_own_update()
+            self._not_ended("begin")
+            if in_turn is not None:
+                request = in_turn(request)
+                self._accepted = of.check_fields(request, self._transports)
             self._request, self._wanted = request, of.wanted(request)
             self._not_ended("begin")
             self._foreseen = of.foresee(request)

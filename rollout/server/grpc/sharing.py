@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.errors import RolloutError, TransferFailed
 from rollout.server.grpc.relay import Forwarder, Relay, Relays
-from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.channel import ChannelInTurn, WeightChannel
 from rollout.weight_sync.protocol.link import Forward, StreamOffer
 from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -38,18 +37,14 @@ class SharingChannel:
 
     def begin(self, request: UpdateRequest) -> Begun:
         """With bytes on the channel to this engine alone where there is no memory to share."""
-        stream, shared = StreamOffer.of(request), dict[str, Any]()
+        stream, own = StreamOffer.of(request), replace(request, offer={})
         self._update_id = request.update_id
-        own = replace(request, offer={})
-        if stream.shares:
-            try:
-                self._sender = IpcSender.of_packed(request)
-            except TransferFailed:
-                pass
-            else:
-                shared = dict(self._sender.offer)
-                own = replace(request, transport="ipc", offer=shared)
-        begun = replace(self._channel.begin(own), shared=shared)
+        if stream.shares and isinstance(self._channel, ChannelInTurn):
+            begun = self._channel.begin_in_turn(own, self._in_memory)
+        else:
+            begun = self._channel.begin(own)
+        if self._sender is not None:
+            begun = replace(begun, shared=dict(self._sender.offer))
         if not stream.relays:
             return begun
         self._relay = Relay(self._memory, self._announce, request.bucket_bytes)
@@ -111,6 +106,14 @@ class SharingChannel:
             self._sender.close()
 
     # ---- helpers ----
+
+    def _in_memory(self, request: UpdateRequest) -> UpdateRequest:
+        """Made for the one update that holds the lease: many may wait, or be refused."""
+        try:
+            self._sender = IpcSender.of_packed(request)
+        except TransferFailed:
+            return request
+        return replace(request, transport="ipc", offer=self._sender.offer)
 
     def _announce(self, header: BucketHeader, payload: Tensor) -> None:
         """A bucket to this engine; of a relay by one thread at a time."""

@@ -7,7 +7,7 @@ sealed with a ``fence``: then it is PREPARED and waits for a ``Decision``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -86,4 +86,15 @@ class InPlaceChannel(Protocol):
 
         All work of the device on them is done; they do not change until ``wait`` returns.
         """
+        ...
+
+
+@runtime_checkable
+class ChannelInTurn(Protocol):
+    """A channel whose update may take memory only once it holds the lease."""
+
+    def begin_in_turn(
+        self, request: UpdateRequest, in_turn: Callable[[UpdateRequest], UpdateRequest] | None
+    ) -> Begun:
+        """``begin``; what is accepted, and held, becomes what ``in_turn`` makes of it."""
         ...

@@ -162,8 +162,10 @@ class IpcSender(Sender):
             # Reserved now: on a full mount a later write would end the process instead of failing.
             os.posix_fallocate(self._fd, 0, size)
             memory = mmap.mmap(self._fd, size)
-        except OSError as error:
+        except BaseException as error:
             self.forget()
+            if not isinstance(error, OSError | OverflowError):  # the latter: more than any mount
+                raise
             raise TransferFailed(
                 f"{size} bytes of shared memory cannot be had: {error}; make {SHARED_MEMORY} "
                 "larger, bucket_bytes smaller, or use transport='broadcast'"
