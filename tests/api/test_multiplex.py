@@ -16,6 +16,7 @@ from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import params_to_proto, prompt_to_proto
 from rollout.rpc.growth import Cumulative, GrownRows, added, grown_rows
 from rollout.rpc.multiplex import Multiplex, read_ahead
+from rollout.server.grpc import multiplex
 from rollout.server.grpc.multiplex import MESSAGE, Multiplexed
 
 ASKED = (
@@ -240,6 +241,35 @@ def test_nothing_is_kept_of_a_call_that_is_cancelled_between_two_messages(engine
     shared._forget(2)
     assert list(messages) == []
     assert list(shared._sent) == [1]
+
+
+def test_who_reads_no_answers_begins_no_calls_for_good_and_who_reads_them_gets_all(monkeypatch):
+    monkeypatch.setattr(multiplex, "UNSENT", 8)
+    sent = []
+
+    async def nothing(request):
+        return
+        yield
+
+    async def commands():
+        for number in range(100):
+            sent.append(number)
+            yield pb.MultiplexRequest(call=number, generate=pb.GenerateRequest())
+            await asyncio.sleep(0)
+
+    async def course():
+        answers = Multiplexed({"generate": nothing}).answers(commands())
+        ended = [end.call for end in (await anext(answers)).ended]
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        read_ahead = len(sent) - len(ended)
+        async for message in answers:
+            ended += [end.call for end in message.ended]
+        return read_ahead, ended
+
+    read_ahead, ended = asyncio.run(asyncio.wait_for(course(), 30))
+    assert read_ahead <= 10
+    assert sorted(ended) == list(range(100))
 
 
 def test_what_outputs_add_makes_them_again(engine):

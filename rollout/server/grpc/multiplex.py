@@ -18,6 +18,7 @@ from rollout.rpc.growth import GrownRows, added
 
 log = logging.getLogger(__name__)
 MESSAGE = 1 << 20  # bytes from which on the rest goes in the next message
+UNSENT = 4096  # ended calls whose answers nobody has read, from which on commands wait
 Row = tuple[int, int]  # a call, and the prompt in it
 
 
@@ -36,6 +37,7 @@ class Multiplexed:
         self._sent: dict[int, dict[int, RequestOutput]] = {}  # the last one of each row
         self._ended: dict[int, bytes] = {}
         self._some = asyncio.Event()
+        self._sending = asyncio.Event()  # the last answers are on their way
         self._reads_grown = False
 
     async def answers(self, commands: AsyncIterator[Any]) -> AsyncGenerator[Any]:
@@ -46,6 +48,7 @@ class Multiplexed:
             while not (reader.done() and not self._calls and not self._ended):
                 await self._some.wait()
                 self._some.clear()
+                self._sending.set()
                 if reader.done():
                     reader.result()
                 for message in self._messages():
@@ -62,6 +65,10 @@ class Multiplexed:
         async for command in commands:
             if isinstance(command, RolloutError):
                 raise command
+            # A client that reads nothing may begin no calls for good: each would be kept.
+            while len(self._ended) >= UNSENT:
+                self._sending.clear()
+                await self._sending.wait()
             number, kind = command.call, command.WhichOneof("command")
             self._reads_grown |= command.grown
             if kind == "cancel":
