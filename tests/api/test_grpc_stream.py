@@ -20,7 +20,7 @@ from rollout.rpc.chunks import document
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import CHUNK
-from rollout.server.grpc.updates import HeldUpdates, UpdateStream
+from rollout.server.grpc.updates import AHEAD, HeldUpdates, UpdateStream
 from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.host import SHARED_MEMORY
@@ -219,6 +219,48 @@ def test_what_a_busy_update_hears_of_its_end_later_does_not_keep_it():
     ended = []
     assert asyncio.run(course()) == {}
     assert "its connection broke, and no other came within 0.5 s" in ended[0]
+
+
+def test_nothing_is_read_behind_a_begin_that_waits_or_kept_of_an_update_that_ended():
+    class Waiting:
+        def begin(self, request):
+            assert turn.wait(20)
+            return Begun(update_id=request.update_id, epoch=1, base_version=0, version=1)
+
+        def wait(self, index, timeout):
+            time.sleep(0.2)
+            raise TransferFailed("a rank is gone")
+
+        def close(self):
+            return None
+
+    turn, read = threading.Event(), []
+
+    async def course():
+        async def commands():
+            yield pb.UpdateCommand(begin=document(request()))
+            while True:
+                read.append(len(read))
+                yield pb.UpdateCommand(wait=pb.Wait(index=0, timeout=1))
+                await asyncio.sleep(0)
+
+        update = UpdateStream(Waiting(), HeldUpdates())
+        events = update.talk(commands())
+        begins = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0.3)
+        early = len(read)
+        turn.set()
+        assert (await begins).begun
+        with pytest.raises(TransferFailed, match="a rank is gone"):
+            await anext(events)
+        while not update._finished:
+            await asyncio.sleep(0.01)
+        kept = [update._todo.get_nowait() for _ in range(update._todo.qsize())]
+        await events.aclose()
+        return early, [one for one in kept if isinstance(one, pb.UpdateCommand)]
+
+    assert asyncio.run(asyncio.wait_for(course(), 30)) == (0, [])
+    assert 0 < len(read) <= 2 * AHEAD
 
 
 def test_a_lost_update_is_resumed_by_its_secret_alone(engine, eventually):

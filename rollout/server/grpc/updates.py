@@ -89,7 +89,7 @@ class UpdateStream:
         self._channel, self._held = channel, held
         self._loop = asyncio.get_running_loop()
         self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._room = asyncio.Semaphore(AHEAD)
+        self._room = asyncio.Semaphore(1)  # until it has begun: many may wait for the lease
         self._events: list[Any] = []  # to the client; an exception or None is the last
         self._received = 0  # commands, over all connections
         self._owed = 0  # of them, up to the last that the client's window counts
@@ -98,7 +98,7 @@ class UpdateStream:
         self._reading: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._bucket: _IncomingBucket | None = None
-        self._over = self._left = self._ended = False
+        self._over = self._left = self._ended = self._finished = False
         self._grace = 0.0
         self._limit = 0  # bytes of a bucket, as agreed on
         self.secret = ""
@@ -201,11 +201,7 @@ class UpdateStream:
     async def _feed(self, commands: Any, turn: int) -> None:
         """Hand a connection's commands to the thread; without a grace their end is the lease's."""
         try:
-            async for command in commands:
-                await self._room.acquire()
-                if self._turn != turn:
-                    self._room.release()
-                    return
+            while (command := await self._next(commands, turn)) is not _END:
                 self._received += 1
                 self._todo.put(command)
                 if _has_bytes(command):
@@ -216,6 +212,30 @@ class UpdateStream:
         finally:
             if not self.secret:
                 self._todo.put(_END)
+
+    async def _next(self, commands: Any, turn: int) -> Any:
+        """What comes next, read once there is room; ``_END`` where nothing does, or counts."""
+        await self._room.acquire()
+        command = _END
+        try:
+            command = await anext(commands, _END)
+            if self._turn != turn or self._finished:
+                command = _END
+        finally:
+            if command is _END:
+                self._room.release()
+        return command
+
+    def _let_in(self, count: int) -> None:
+        for _ in range(count):
+            self._room.release()
+
+    def _finish(self) -> None:
+        """The thread has ended: nothing keeps what it did not get to."""
+        self._finished = True
+        while not self._todo.empty():
+            self._todo.get_nowait()
+        self._add(None)
 
     def _said_all(self, turn: int) -> None:
         """All that this connection brings is done: it goes, another comes, or it is given up.
@@ -238,13 +258,15 @@ class UpdateStream:
 
     def _run(self) -> None:
         """One call after the other until the update ends or a call fails."""
+        freed = AHEAD  # by the first
         try:
             while (command := self._todo.get()) is not _END:
                 if isinstance(command, _LastOf):
                     self._tell(self._said_all, command.turn)
                     continue
                 event = self._do(command)
-                self._tell(self._room.release)
+                self._tell(self._let_in, freed)
+                freed = 1
                 if event is not None:
                     self._tell(self._add, event)
                 if command.WhichOneof("kind") == "abort":
@@ -257,7 +279,7 @@ class UpdateStream:
         finally:
             self._bucket = None
             self._channel.close()
-            self._tell(self._add, None)
+            self._tell(self._finish)
 
     def _add(self, event: Any) -> None:
         self._events.append(event)
