@@ -9,8 +9,8 @@ from rollout.errors import TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import Chunk
 from rollout.server.grpc import weights
-from rollout.server.grpc.relay import Relay, Relays
-from rollout.weight_sync.protocol.messages import BucketHeader
+from rollout.server.grpc.relay import DUE, Relay, Relays
+from rollout.weight_sync.protocol.messages import BucketHeader, Message
 from rollout.wire.codec import to_json
 
 
@@ -29,10 +29,9 @@ def relay():
     found.close()
 
 
-def bucket(index, nbytes):
-    return pb.UpdateCommand(
-        bucket=pb.Bucket(header_json=to_json(BucketHeader(index, (), nbytes)), payload_bytes=nbytes)
-    )
+def bucket(index, nbytes, *messages):
+    header = to_json(BucketHeader(index, (), nbytes, messages))
+    return pb.UpdateCommand(bucket=pb.Bucket(header_json=header, payload_bytes=nbytes))
 
 
 def test_a_bucket_is_delivered_once_it_is_announced_and_whole(relay):
@@ -51,6 +50,7 @@ def test_a_bucket_is_delivered_once_it_is_announced_and_whole(relay):
         ([bucket(1, 4)], "bucket 1 comes out of turn"),
         ([bucket(0, 4), Chunk(b"12345")], "bucket 0 is longer than it announced"),
         ([bucket(0, 65)], "65"),
+        ([bucket(0, 65, Message(0, 0, 0, 0, ()))], "has messages"),
         ([Chunk(b"1")], "not chunk"),
         ([bucket(0, 4), bucket(1, 4)], "not bucket"),
         ([pb.UpdateCommand()], "not None"),
@@ -62,6 +62,13 @@ def test_a_feed_that_says_what_it_may_not_is_refused(relay, said, why):
         relay.take(command)
     with pytest.raises(TransferFailed, match=why):
         relay.take(said[-1])
+
+
+def test_announcements_without_bytes_are_few(relay):
+    for index in range(DUE):
+        relay.expect(BucketHeader(index, (), 4))
+    with pytest.raises(TransferFailed, match="wait for one of them first"):
+        relay.expect(BucketHeader(DUE, (), 4))
 
 
 def test_bytes_of_the_updates_own_stream_take_the_place_of_what_a_feed_announced_wrongly(relay):

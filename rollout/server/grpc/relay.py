@@ -32,6 +32,7 @@ from rollout.wire.codec import from_json, to_json
 from rollout.wire.frames import tensor_bytes
 
 HALVES = 2  # buckets that lie in memory at a time
+DUE = 8  # announcements that wait for their bytes: a front has two under way
 BEAT = 0.2  # seconds between signs of life while there is nothing to send
 SILENCE = 1.0, 5.0  # seconds without one after which a feed is given up: a quarter of a wait
 GONE = 30.0  # seconds without one after which the connection of a feed is let go
@@ -89,6 +90,11 @@ class Relay:
     def expect(self, header: BucketHeader) -> None:
         """A bucket that the feed brings, or has brought."""
         with self._changed:
+            if len(self._due) >= DUE:
+                raise TransferFailed(
+                    f"bucket {header.index} was announced while {DUE} before it have not come: "
+                    "wait for one of them first"
+                )
             self._due[header.index] = header
             self._deliver_whole()
 
@@ -200,6 +206,8 @@ class Relay:
 
     def _begin(self, header: BucketHeader) -> None:
         check_size(header, self._limit)
+        if header.messages:  # of which that check has seen nothing else
+            raise TransferFailed(f"bucket {header.index} has messages, and bytes in a feed")
         if header.index != self._fed or header.index >= self._taken + HALVES:
             raise TransferFailed(f"bucket {header.index} comes out of turn")
         self._fed += 1
