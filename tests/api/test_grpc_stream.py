@@ -20,7 +20,7 @@ from rollout.rpc.chunks import document
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import CHUNK
-from rollout.server.grpc.updates import AHEAD, HeldUpdates, UpdateStream
+from rollout.server.grpc.updates import AHEAD, ANSWERS, HeldUpdates, UpdateStream
 from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.transports.host import SHARED_MEMORY
@@ -261,6 +261,17 @@ def test_nothing_is_read_behind_a_begin_that_waits_or_kept_of_an_update_that_end
 
     assert asyncio.run(asyncio.wait_for(course(), 30)) == (0, [])
     assert 0 < len(read) <= 2 * AHEAD
+
+
+def test_answers_that_no_bucket_needs_end_the_update(engine):
+    client = RolloutClient(engine.address)
+    channel = client.open()
+    channel.begin(request(offer={"grace": 1.0, "senders": 1}))
+    for index in range(ANSWERS - 1):  # with that of its beginning
+        channel.wait(index, 5.0)
+    with pytest.raises(TransferFailed, match="and 0 buckets announced"):
+        channel.wait(0, 5.0)
+    client.close()
 
 
 def test_a_lost_update_is_resumed_by_its_secret_alone(engine, eventually):

@@ -42,6 +42,9 @@ from rollout.wire.codec import from_json, parsed
 from rollout.wire.frames import tensor_bytes
 
 AHEAD = 8  # commands read before the first of them has run
+# Answers are kept, as a next connection may ask for them again. Clients wait for a bucket up to
+# three times, and little is asked besides.
+ANSWERS, ANSWERS_A_BUCKET = 64, 4
 _END = object()
 
 
@@ -98,6 +101,7 @@ class UpdateStream:
         self._reading: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._bucket: _IncomingBucket | None = None
+        self._buckets = self._answers = 0  # of all connections
         self._over = self._left = self._ended = self._finished = False
         self._grace = 0.0
         self._limit = 0  # bytes of a bucket, as agreed on
@@ -268,6 +272,7 @@ class UpdateStream:
                 self._tell(self._let_in, freed)
                 freed = 1
                 if event is not None:
+                    self._count_answer()
                     self._tell(self._add, event)
                 if command.WhichOneof("kind") == "abort":
                     break
@@ -288,6 +293,14 @@ class UpdateStream:
     def _tell(self, call: Callable[..., Any], *args: Any) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
+
+    def _count_answer(self) -> None:
+        self._answers += 1
+        if self._answers > ANSWERS + ANSWERS_A_BUCKET * self._buckets:
+            raise TransferFailed(
+                f"{self._answers} answers were asked for, and {self._buckets} buckets announced: "
+                "wait for each bucket once"
+            )
 
     def _do(self, command: Any) -> Any:
         kind = checked(command).WhichOneof("kind")
@@ -360,6 +373,7 @@ class UpdateStream:
         return pb.UpdateEvent(begun=pb.WeightDocument(), secret=secret)
 
     def _start_bucket(self, message: Any) -> None:
+        self._buckets += 1
         header = from_json(BucketHeader, message.header_json)
         if not message.HasField("payload_bytes"):
             self._channel.bucket(header, None)
