@@ -55,6 +55,9 @@ def _number(plain: Any, at: str) -> None:
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Digest = Annotated[int, Meta(ge=0), _wide]
+# A fencing epoch grows by one with each coordinator: none that is near the end of its range leaves
+# an engine without a later one, and JSON's readers hold these exactly.
+Fence = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Seconds = Annotated[float, Meta(ge=0, lt=1e12), _number]
 Text = Annotated[str, Meta(max_length=MAX_STRING)]
 Dims = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMS)]

@@ -12,10 +12,12 @@ import torch
 
 from rollout.distributed import Rendezvous
 from rollout.errors import TransferFailed
+from rollout.weight_sync.protocol.membership import Grant, PrepareRollback
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketEntry,
     BucketHeader,
+    Decision,
     Seal,
     UpdateRequest,
     WeightInfo,
@@ -128,6 +130,25 @@ def test_integers_have_64_bits_and_seconds_are_numbers() -> None:
     ):
         with pytest.raises(TransferFailed):
             from_plain(kind, bad)
+
+
+@pytest.mark.parametrize(
+    "noun",
+    [
+        Seal(num_buckets=1, digests={}, fence=3),
+        Decision(update_id="u", commit=False, fence=3),
+        Grant(fence=3, epoch=None),
+        PrepareRollback(update_id="u", version=1, digest=2, fence=3, timeout=1.0),
+    ],
+    ids=lambda noun: type(noun).__name__,
+)
+def test_a_fence_that_leaves_none_above_it_is_refused(noun: Any) -> None:
+    plain = to_plain(noun)
+    most = (1 << 53) - 1
+    assert from_plain(type(noun), {**plain, "fence": most}).fence == most
+    for fence in (most + 1, (1 << 63) - 1):
+        with pytest.raises(TransferFailed, match=r"<= 9007199254740991 - at `\$.fence`"):
+            from_plain(type(noun), {**plain, "fence": fence})
 
 
 def test_what_is_no_json_is_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rollout.wire.codec import ADDED, Count, Digest, Many, Seconds, Table, Text
+from rollout.wire.codec import ADDED, Count, Digest, Fence, Many, Seconds, Table, Text
 
 MAX_AUTHORITIES = 1 << 20  # bytes; all those of a Linux distribution are a quarter of it
 
@@ -32,7 +32,7 @@ class Grant:
     last one, as the fleet has let the member go.
     """
 
-    fence: Count
+    fence: Fence
     serial: Count = 0
     epoch: Digest | None
     until: Seconds | None = 0.0
@@ -88,7 +88,7 @@ class PrepareRollback:
     update_id: Text
     version: Count
     digest: Digest
-    fence: Count
+    fence: Fence
     timeout: Seconds
 
 

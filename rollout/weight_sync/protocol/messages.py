@@ -30,6 +30,7 @@ from rollout.wire.codec import (
     ADDED,
     Count,
     Digest,
+    Fence,
     Many,
     Positive,
     Seconds,
@@ -343,7 +344,7 @@ class Seal:
     transfer_seconds: Seconds = 0.0
     wire_bytes: Count = 0
     details: Table[Text] = field(default_factory=dict)
-    fence: Count | None = field(default=None, metadata=ADDED)
+    fence: Fence | None = field(default=None, metadata=ADDED)
     label: Text | None = field(default=None, metadata=ADDED)
 
 
@@ -353,7 +354,7 @@ class Decision:
 
     update_id: Text
     commit: bool
-    fence: Count | None
+    fence: Fence | None
     reason: Text = ""
 
     def __post_init__(self) -> None:
