@@ -80,34 +80,58 @@ def test_an_abort_may_be_a_coordinators_or_an_operators(engine, weights) -> None
         decision(update, None, commit=True)
 
 
+def test_a_fence_goes_with_the_update_that_an_operator_gives_up(engine, weights) -> None:
+    """Or the first front that takes the engine in would be refused, as it begins at 1."""
+    before = engine.info().fence
+    update = prepared(engine, weights, before + 1000)
+    engine.coordinator.decide(decision(update, None, commit=False))
+    assert engine.info().fence == before
+    engine.coordinator.see_fence(before)
+
+
+def test_a_fence_that_a_fleet_has_said_stays(engine, weights) -> None:
+    before = engine.info().fence
+    update = prepared(engine, weights, before + 1)
+    engine.coordinator.see_fence(before + 2)
+    engine.coordinator.decide(decision(update, None, commit=False))
+    assert engine.info().fence == before + 2
+    engine.serving.grant(engine.serving.clock() + 60, (1, 1))
+    try:
+        update = prepared(engine, weights, before + 3)
+        engine.coordinator.decide(decision(update, None, commit=False))
+        assert engine.info().fence == before + 3
+    finally:
+        engine.serving.grant(None, (2, 1))
+
+
 def test_a_vote_under_a_stale_fence_is_none(engine, weights) -> None:
-    update = prepared(engine, weights, 8)
-    engine.coordinator.decide(decision(update, 8, commit=False))
-    with pytest.raises(VersionConflict, match="fencing epoch 7 is stale"):
-        prepared(engine, weights, 7)
+    update = prepared(engine, weights, 18)
+    engine.coordinator.decide(decision(update, 18, commit=False))
+    with pytest.raises(VersionConflict, match="fencing epoch 17 is stale"):
+        prepared(engine, weights, 17)
     assert engine.info().state == "idle"
 
 
 def test_a_commit_that_fails_is_told_and_leaves_nothing_prepared(engine, weights) -> None:
     before, version = engine.live(), engine.version
-    update = prepared(engine, weights, 9)
+    update = prepared(engine, weights, 19)
     engine.ranks[1].fail_commit = True
     try:
         with pytest.raises((RuntimeError, RolloutError), match="made to fail"):
-            engine.coordinator.decide(decision(update, 9, commit=True))
+            engine.coordinator.decide(decision(update, 19, commit=True))
     finally:
         engine.ranks[1].fail_commit = False
     assert (engine.info().state, engine.version) == ("idle", version)
     assert same(engine.live(), before)
     with pytest.raises(VersionConflict, match="without a commit"):
-        engine.coordinator.decide(decision(update, 9, commit=True))
+        engine.coordinator.decide(decision(update, 19, commit=True))
 
 
 def test_without_staging_nothing_can_be_prepared(engine, weights) -> None:
     update = ManualUpdate(engine, weights, staging="none")
     update.begin()
     with pytest.raises(VersionConflict, match="holds generation"):
-        update.seal(fence=9)
+        update.seal(fence=19)
     update.channel.close()
     full = ManualUpdate(engine, weights)  # mends what an update without staging has left
     full.send_all()

@@ -74,6 +74,7 @@ class Coordinator:
         self.can_roll_back = self.models_changed = False  # by the last commit
         self.fence = 0  # the highest epoch of a deciding coordinator that was seen, of one fleet
         self._fleet = 0
+        self._fence_before: int | None = None  # ``prepare``, unless one was noted since
         # What the ranks voted to hold, by tensor, of the version before the live one.
         self.held_before: dict[str, int] | None = None
         self.merged: tuple[str, ...] = ()  # see ``WeightInfo``; and of the version before
@@ -167,7 +168,8 @@ class Coordinator:
         """Commit or abort the prepared update; returns the receipt of a commit.
 
         A repeated decision gets the first answer again. ``VersionConflict`` if its fencing epoch is
-        below one seen here, or the update is not prepared or has ended the other way.
+        below one seen here, or the update is not prepared or has ended the other way. With an
+        operator's abort at an engine in no fleet goes the fence of the update's seal.
         """
         with self._deciding:
             if decision.fence is not None:
@@ -178,7 +180,11 @@ class Coordinator:
             if prepared is None or prepared.update_id != decision.update_id:
                 now = self.turn.state if prepared is None else f"{prepared.update_id} is"
                 raise VersionConflict(f"update {decision.update_id} is not prepared here: {now}")
-            self.fence = max(self.fence, decision.fence or 0)
+            if decision.fence is not None:
+                self.fence = max(self.fence, decision.fence)
+            elif self._fence_before is not None and self.engine.serving.left is None:
+                # In no fleet: its first front counts from 1, whatever somebody has sealed with.
+                self.fence = self._fence_before
             return prepared.decided(decision)
 
     def see_fence(self, fence: int, fleet: int = 0, *, asks: bool = False) -> None:
@@ -191,6 +197,7 @@ class Coordinator:
             elif asks:
                 return
             self.fence, self._fleet = fence, fleet or self._fleet
+            self._fence_before = None
 
     def _check_fence(self, fence: int) -> None:
         if fence < self.fence:
@@ -208,7 +215,7 @@ class Coordinator:
         with self._deciding:
             self._check_fence(fence)
             self.turn.prepare(prepared)
-            self.fence = fence
+            self._fence_before, self.fence = self.fence, fence
 
     def wait_for_pins(self, until: float, check: Callable[[], None] = lambda: None) -> None:
         """Wait until no request is pinned to the version before the live one.
