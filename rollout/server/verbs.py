@@ -207,7 +207,14 @@ class Verbs:
 
     async def abort(self, body: AbortBody) -> Document:
         found = await self._run(lambda verbs: verbs.abort(body.reason, self._caller(body)))
-        return {"message": "Weight update aborted" if found else "Nothing to abort"}
+        if found:
+            return {"message": "Weight update aborted"}
+        if prepared := self._rollout.backend.prepared:
+            return {
+                "message": f"Nothing was aborted: update {prepared} is prepared, and is given up "
+                "where its update_id is said"
+            }
+        return {"message": "Nothing to abort"}
 
     def _caller(self, body: _OfUpdate) -> Caller:
         return Caller(update_id=body.update_id or "", peer=self._peer)

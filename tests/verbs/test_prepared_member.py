@@ -83,7 +83,9 @@ def test_an_operator_ends_what_nobody_decides(engine, weights) -> None:
     client = RolloutClient(engine.served.grpc)
     name = prepare(client, dict(weights[2]), before["fence"], 0.0)
     client.close()
-    assert engine.http.post("/abort_weight_update").json()["message"] == "Nothing to abort"
+    said = engine.http.post("/abort_weight_update").json()["message"]
+    assert f"update {name} is prepared" in said
+    assert "its update_id" in said
     assert engine.info()["state"] == "prepared"
     said = engine.http.post("/abort_weight_update", json={"update_id": name}).json()
     assert said["message"] == "Weight update aborted"
