@@ -159,6 +159,11 @@ def some(names: Sequence[str], most: int = 8, between: str = ", ") -> str:
     return f"{text}{between.strip(', ')} and {left} more" if left > 0 else text
 
 
+def shortened(reason: str, most: int = 1024) -> str:
+    """What a peer gave as its reason, as long as what keeps the last ones' may hold."""
+    return reason if len(reason) <= most else f"{reason[: most - 3]}..."
+
+
 def of_each(problems: Sequence[str]) -> list[str]:
     """Problems that begin with a tensor's name; a long text that several have is said of the first,
     and the others are named behind it.

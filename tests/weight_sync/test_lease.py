@@ -10,6 +10,7 @@ from engine_ranks import same
 from manual_update import ManualUpdate
 
 from rollout.errors import DeadlineExceeded, TransferFailed, UpdateInProgress, VersionConflict
+from rollout.weight_sync.protocol.messages import Decision
 
 
 @pytest.fixture
@@ -143,6 +144,18 @@ def test_an_update_that_fails_is_warned_of(engine, checkpoints, caplog) -> None:
     assert stale.startswith("update old was refused, version 0 serves on: version 0 is not above")
     assert unnamed == "an update was refused, version 0 serves on: a name is unknown"
     assert in_place == "update in-place failed, nothing serves: the trainer died"
+
+
+def test_a_reason_is_kept_and_logged_in_short(engine, checkpoints, caplog) -> None:
+    update = ManualUpdate(engine, checkpoints[2])
+    update.begin()
+    update.channel.abort("the disk is full" + "!" * (1 << 20))
+    kept = engine.coordinator.ended.known(update.request.update_id)
+    assert kept.reason.startswith("the disk is full!")
+    assert len(kept.reason) == 1024
+    assert len(caplog.messages[-1]) < 1200
+    long = Decision(update_id="u", commit=False, fence=None, reason="!" * (1 << 20))
+    assert len(long.reason) == 1024
 
 
 def test_an_update_without_staging_that_never_began_breaks_nothing(engine, checkpoints) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.distributed import Rendezvous
-from rollout.errors import TransferFailed
+from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.membership import Grant, PrepareRollback
 from rollout.weight_sync.protocol.messages import (
     Begun,
@@ -149,6 +149,19 @@ def test_a_fence_that_leaves_none_above_it_is_refused(noun: Any) -> None:
     for fence in (most + 1, (1 << 63) - 1):
         with pytest.raises(TransferFailed, match=r"<= 9007199254740991 - at `\$.fence`"):
             from_plain(type(noun), {**plain, "fence": fence})
+
+
+@pytest.mark.parametrize(
+    "details",
+    [{str(n): "" for n in range(65)}, {"a": "b" * 40_000, "c": "d" * 40_000}],
+    ids=["many", "long"],
+)
+def test_a_seals_details_are_what_64_receipts_may_keep(details: dict[str, str]) -> None:
+    plain = to_plain(Seal(num_buckets=1, digests={}))
+    with pytest.raises(TransferFailed, match="at most 64 of 65536 together"):
+        from_plain(Seal, {**plain, "details": details})
+    with pytest.raises(ConfigError, match="at most 64 of 65536 together"):
+        Seal(num_buckets=1, digests={}, details=details)
 
 
 def test_what_is_no_json_is_refused() -> None:

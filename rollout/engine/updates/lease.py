@@ -29,6 +29,7 @@ from rollout.errors import (
     TransferFailed,
     VersionConflict,
     WeightMismatch,
+    shortened,
 )
 from rollout.generation.metrics import NOT_BEGUN
 from rollout.weight_sync.protocol.bucket import check_size
@@ -442,6 +443,7 @@ class Lease:
             raise
 
     def _end(self, reason: str, failed: bool = False, told: bool = True) -> None:
+        reason = shortened(reason)  # kept, and logged
         with self._lock:
             if self._freed or self._phase in ("committing", "prepared"):
                 return

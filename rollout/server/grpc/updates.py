@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from rollout.config import MAX_TIMEOUT
-from rollout.errors import RolloutError, TransferFailed
+from rollout.errors import RolloutError, TransferFailed, shortened
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.server.grpc.lanes import Lane, Lanes
@@ -336,7 +336,7 @@ class UpdateStream:
             self._over = True
             return pb.UpdateEvent(receipt=document(receipt))
         if kind == "abort":
-            self._channel.abort(command.abort.reason)
+            self._channel.abort(shortened(command.abort.reason))
             return None
         raise TransferFailed("an update command without a kind")
 

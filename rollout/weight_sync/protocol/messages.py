@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta
 
-from rollout.errors import ConfigError, TransferFailed
+from rollout.errors import ConfigError, TransferFailed, shortened
 from rollout.weights import Box, Shape, TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.cells import CellGrid
@@ -47,6 +47,7 @@ STAGING = ("auto", "device", "host", "none")
 MIN_BUCKET_BYTES = 64  # one aligned entry
 MAX_BUCKET_BYTES = 8 << 30
 MAX_OFFER = 1 << 16  # bytes
+MAX_DETAILS, MAX_DETAILS_SIZE = 64, 1 << 16  # of a seal: entries, and their characters
 NO_CELL = (0, 0)
 
 
@@ -335,7 +336,7 @@ class Seal:
     With a ``fence`` (the fencing epoch of whoever will decide) a yes vote makes the engine
     PREPARED: it keeps what is staged without a stream, and accepts only a ``Decision`` of this
     epoch or a later one. ``label``: the version's, in the place of the request's, where it is known
-    only now.
+    only now. ``details``: what the receipt says beside, at most 64 of them, of 65536 characters.
     """
 
     num_buckets: Count
@@ -346,6 +347,14 @@ class Seal:
     details: Table[Text] = field(default_factory=dict)
     fence: Fence | None = field(default=None, metadata=ADDED)
     label: Text | None = field(default=None, metadata=ADDED)
+
+    def __post_init__(self) -> None:
+        size = sum(len(name) + len(text) for name, text in self.details.items())
+        if len(self.details) > MAX_DETAILS or size > MAX_DETAILS_SIZE:  # receipts keep them
+            raise ConfigError(
+                f"a seal's details are {len(self.details)} of {size} characters: at most "
+                f"{MAX_DETAILS} of {MAX_DETAILS_SIZE} together; say less of the update"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,3 +369,4 @@ class Decision:
     def __post_init__(self) -> None:
         if self.commit and self.fence is None:
             raise ConfigError("a commit is decided under a fencing epoch")
+        object.__setattr__(self, "reason", shortened(self.reason))
