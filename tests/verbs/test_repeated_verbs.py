@@ -71,6 +71,23 @@ def test_every_reply_may_be_lost_once_and_the_update_is_one(engine, client, loss
     assert engine.rollout.check_weights(dict(weights[1])).equal
 
 
+def test_a_start_on_other_terms_is_another_trainers(engine, sender, weights) -> None:
+    sender.joined()
+    begun = sender.post("start_weight_update", {"deadline": 60}).json()
+    with httpx.Client(base_url=engine.http.base_url, timeout=60) as other:
+        assert other.post("/start_weight_update", json={"deadline": 60}).json() == begun
+        for terms in ({}, {"deadline": 60, "timeout": 9}, {"deadline": 60, "in_flight": "wait"}):
+            status, why = error_of(other.post("/start_weight_update", json=terms))
+            assert status == 409
+            assert "a weight update has been open" in why
+    assert sender.update(weights[1].items()).status_code == 200
+    done = sender.post(FINISH, {"weight_version": "a"}).json()
+    assert done["version"] == begun["version"]
+    with httpx.Client(base_url=engine.http.base_url, timeout=60) as other:
+        for label in ("a", "b"):  # what is live stays under the label that it has
+            assert other.post(f"/{FINISH}", json={"weight_version": label}).json() == done
+
+
 def test_without_starts_the_same_announcement_is_the_next_update(engine, sender, weights) -> None:
     """Also over another connection: servers close those that were idle for seconds."""
     sender.init()

@@ -104,7 +104,8 @@ class VerbSession:
             update = self._begin(caller.update_id, timeout, deadline, in_flight)
             return Started(update_id=update.update_id, version=update.version)
 
-        return self._answers.run(Said("start_weight_update", caller), act)
+        said = Said("start_weight_update", caller, repr((timeout, deadline, in_flight)))
+        return self._answers.run(said, act)
 
     def update(
         self, tensors: Sequence[TensorMeta], packing: Packing | None = None,
@@ -211,7 +212,7 @@ class VerbSession:
                 return self._committed
             raise Conflict(f"no weight update is open: {self._ended}")
 
-        return self._answers.run(Said("finish_weight_update", caller), act)
+        return self._answers.run(Said("finish_weight_update", caller, repr(label)), act)
 
     def abort(self, reason: str = "", caller: Caller = ANYBODY) -> bool:
         """Give the open update up, also while it receives; False when there is none, or its commit
