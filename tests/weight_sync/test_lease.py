@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -57,13 +58,16 @@ def test_closed_while_the_ranks_vote(engine, checkpoints, in_thread) -> None:
 
 
 def test_closed_while_it_waits_for_another(engine, checkpoints, in_thread) -> None:
-    first, second = ManualUpdate(engine, checkpoints[2]), ManualUpdate(engine, checkpoints[2])
+    first = ManualUpdate(engine, checkpoints[2])
+    second = ManualUpdate(engine, checkpoints[2], timeout=30.0)
     first.begin()
     waiting = in_thread(second.begin)
+    time.sleep(0.2)
     second.channel.close()
-    first.channel.close()
     with pytest.raises(TransferFailed, match="ended before its begin"):
-        waiting.result(30)
+        waiting.result(10)  # while the other is open
+    assert engine.info().state == "staging"
+    first.channel.close()
     assert engine.info().state == "idle"
     next_one_takes(engine, checkpoints[2])
 

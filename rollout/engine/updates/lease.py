@@ -363,7 +363,7 @@ class Lease:
         of = self._of
         outcome = of.ended.find(request.update_id)
         if outcome is None:
-            of.turn.take(self, request.timeout)
+            of.turn.take(self, request.timeout, partial(self._not_ended, "begin"))
             outcome = of.ended.find(request.update_id)
             if outcome is not None:
                 of.turn.end(self)
@@ -448,10 +448,12 @@ class Lease:
             if self._freed or self._phase in ("committing", "prepared"):
                 return
             self._ended = self._ended or reason
-            if self._phase == "beginning":
-                return
-            self._freed = True
+            begins = self._phase == "beginning"
+            self._freed = not begins
         request, of = self._request, self._of
+        if begins:  # and may wait there
+            of.turn.look_again()
+            return
         if self._begun is not None:
             begun = replace(self._begun, wants=None)
             of.ended.add(Outcome(begun=begun, receipt=self._committed, reason=self._ended))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -40,11 +40,14 @@ class Turn:
         self.holder: object = None
         self._changed = threading.Condition()
 
-    def take(self, holder: object, timeout: float) -> None:
+    def take(
+        self, holder: object, timeout: float, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait for another's turn to end; ``UpdateInProgress`` at the deadline.
 
-        A ``ReadLease`` is ended by whoever is none and has waited for it ``GIVES_WAY`` seconds, or
-        a quarter of ``timeout``.
+        ``check`` raises once nobody wants it any more: call ``look_again`` then. A ``ReadLease`` is
+        ended by whoever is none and has waited for it ``GIVES_WAY`` seconds, or a quarter of
+        ``timeout``.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -54,15 +57,19 @@ class Turn:
                     raise UpdateInProgress(
                         f"another update ({self.state}) did not end within {timeout:g} s"
                     )
+                is_over = partial(self._is_over, before, check)
                 reader = None if isinstance(holder, ReadLease) else before
                 if not isinstance(reader, ReadLease):
-                    self._changed.wait_for(partial(self._is_over, before), left)
-                elif not self._changed.wait_for(
-                    partial(self._is_over, before), min(left, GIVES_WAY, timeout / 4)
-                ):
+                    self._changed.wait_for(is_over, left)
+                elif not self._changed.wait_for(is_over, min(left, GIVES_WAY, timeout / 4)):
                     reader.end()
                     break
             self.state, self.holder = "staging", holder
+
+    def look_again(self) -> None:
+        """Have those that wait ask their ``check``."""
+        with self._changed:
+            self._changed.notify_all()
 
     def advance(self, holder: object, state: str) -> None:
         """The next state of the holder's update; ``TransferFailed`` if its turn has ended."""
@@ -110,5 +117,6 @@ class Turn:
     def _is_free(self) -> bool:
         return self.state in ("idle", "broken")
 
-    def _is_over(self, holder: object) -> bool:
+    def _is_over(self, holder: object, check: Callable[[], None]) -> bool:
+        check()
         return self._is_free or self.holder is not holder
