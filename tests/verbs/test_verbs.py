@@ -8,6 +8,7 @@ import time
 import grpc
 import pytest
 import torch
+import torch.distributed as dist
 from sender import Sender, described
 from serving import descendants
 from shared_engines import eventually
@@ -257,6 +258,41 @@ def test_a_group_that_cannot_form_is_refused_in_bounded_time(engine, sender) -> 
     assert f"127.0.0.1:{info['master_port']}" in message
     assert time.monotonic() - begun < 25
     assert engine.info()["state"] == "idle"
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+def test_an_init_whose_trainer_never_comes_can_be_ended(engine, weights, how) -> None:
+    sender = Sender(engine.http, engine.ranks)
+    address, begun = f"127.0.0.1:{sender.port}", time.monotonic()
+    store = dist.TCPStore("127.0.0.1", sender.port, is_master=True, wait_for_workers=False)
+    if how == "abort":
+        init = ("init_weight_transfer_engine", {"init_info": sender.init_info, "timeout": 300})
+        end, told = ("abort_weight_update", {"reason": "it died"}), "abort_weight_update: it died"
+    else:
+        group = {"group_name": "g"}
+        init = ("init_weights_update_group", {**sender.init_info, **group, "backend": "gloo"})
+        end, told = ("destroy_weights_update_group", group), "by destroy_weights_update_group"
+    waiting = sender.later(sender.post, *init)
+    under_way = "is under way; wait for its answer, or end what waits for a trainer by abort"
+    eventually(lambda: under_way in sender.post("finish_weight_update", {"update_id": "u"}).text)
+    if engine.replicas == 1:  # a front's places hold up no other update
+        eventually(lambda: engine.info()["state"] == "staging")
+        with pytest.raises(UpdateInProgress, match=f"an init that waits .* at {address} .*abort_w"):
+            engine.rollout.update_weights(dict(weights[1]), timeout=2)
+    assert sender.post(*end).status_code == 200
+    reply = waiting.result(10)
+    assert reply.status_code == (409 if how == "abort" else 400)  # SGLang has that for all
+    assert f"waited for its trainer at {address} was" in reply.text
+    assert told in reply.text
+    assert engine.info()["state"] == "idle"
+    assert sender.post("abort_weight_update").json()["message"] == "Nothing to abort"
+    assert time.monotonic() - begun < 50  # both inits have longer
+    del store
+    again = Sender(engine.http, engine.ranks)
+    assert again.init().status_code == 200
+    again.post("start_weight_update")
+    assert again.update(weights[2].items()).status_code == 200
+    assert again.post("finish_weight_update").status_code == 200
 
 
 BAD = [

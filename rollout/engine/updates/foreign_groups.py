@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
+from dataclasses import dataclass
 
 from rollout.engine.updates.verb_update import Places
-from rollout.errors import ConfigError, InvalidRequest, VersionConflict
+from rollout.errors import ConfigError, InvalidRequest, TransferFailed, VersionConflict
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
+
+
+@dataclass(slots=True)
+class _Joining:
+    """A group that is being joined, and why that was given up."""
+
+    group: ForeignGroup
+    place: str
+    given_up: str = ""
 
 
 class ForeignGroups:
@@ -18,6 +29,8 @@ class ForeignGroups:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._joined: dict[str, tuple[ForeignGroup, str]] = {}  # and the id of the places in it
+        self._joining: _Joining | None = None
+        self._lock = threading.Lock()  # of what is being joined
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -26,7 +39,8 @@ class ForeignGroups:
     def join(self, group: ForeignGroup, timeout: float) -> None:
         """Take every place in ``group``, in the place of an earlier one of its name.
 
-        Where they are taken already, and its trainer lives, they stay as they are.
+        Where they are taken already, and its trainer lives, they stay as they are. Raises
+        ``TransferFailed`` where ``give_up`` ended it.
         """
         count = self._places.count
         last = group.rank_offset + count
@@ -44,11 +58,33 @@ class ForeignGroups:
                 self.leave(name)
         place = uuid.uuid4().hex
         self._joined[group.name] = group, place
+        self._joining = joining = _Joining(group, place)
         try:
-            self._places.join(place, group, timeout)
+            try:
+                self._places.join(place, group, timeout)
+            finally:
+                with self._lock:
+                    self._joining = None
+                if joining.given_up:
+                    raise TransferFailed(
+                        f"the init that waited for its trainer at {group.host}:{group.port} was "
+                        f"{joining.given_up}"
+                    )
         except BaseException:
             self.leave(group.name)
             raise
+
+    def give_up(self, why: str, name: str | None = None) -> str | None:
+        """From any thread: end a ``join`` that waits, of this group if it is named. The places'
+        id, None where none waits; who comes to them only now has to be told once more.
+        """
+        with self._lock:
+            joining = self._joining
+            if joining is None or name not in (None, joining.group.name):
+                return None
+            joining.given_up = why
+        self._places.leave(joining.place)
+        return joining.place
 
     def use(self, name: str | None) -> None:
         """The next broadcasts come over this one; None: over the only one."""

@@ -363,7 +363,7 @@ class Lease:
         of = self._of
         outcome = of.ended.find(request.update_id)
         if outcome is None:
-            of.turn.take(self, request.timeout, partial(self._not_ended, "begin"))
+            of.turn.take(self, request.timeout, check=partial(self._not_ended, "begin"))
             outcome = of.ended.find(request.update_id)
             if outcome is not None:
                 of.turn.end(self)

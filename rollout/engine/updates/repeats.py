@@ -69,6 +69,12 @@ class VerbAnswers:
     def is_busy(self) -> bool:
         return self._running is not None
 
+    @property
+    def running(self) -> Future[Any] | None:
+        """The answer of the verb that runs."""
+        running = self._running
+        return None if running is None else running.answer
+
     def run(
         self, said: Said, act: Callable[[], T], *, remember: Callable[[], bool] = lambda: True
     ) -> T:
@@ -88,7 +94,8 @@ class VerbAnswers:
         if running is not None:
             if not said.repeats(running.said):
                 raise UpdateInProgress(
-                    f"{said.verb}: {running.said.verb} is under way; wait for its answer"
+                    f"{said.verb}: {running.said.verb} is under way; wait for its answer, or end "
+                    "what waits for a trainer by abort_weight_update"
                 )
             return cast(T, running.answer.result())
         try:

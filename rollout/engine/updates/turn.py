@@ -35,28 +35,33 @@ class Turn:
 
     def __init__(self, engine: EngineCore) -> None:
         self.state = "idle"
+        self._what = ""  # what holds it, where that is no update
         self.prepared: Prepared | None = None
         self._engine = engine
         self.holder: object = None
         self._changed = threading.Condition()
 
     def take(
-        self, holder: object, timeout: float, check: Callable[[], None] = lambda: None
+        self,
+        holder: object,
+        timeout: float,
+        *,
+        what: str = "",
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for another's turn to end; ``UpdateInProgress`` at the deadline.
 
-        ``check`` raises once nobody wants it any more: call ``look_again`` then. A ``ReadLease`` is
-        ended by whoever is none and has waited for it ``GIVES_WAY`` seconds, or a quarter of
-        ``timeout``.
+        ``what``: takes it, as those are told who wait meanwhile; "" for an update. ``check`` raises
+        once nobody wants it any more: call ``look_again`` then. A ``ReadLease`` is ended by whoever
+        is none and has waited for it ``GIVES_WAY`` seconds, or a quarter of ``timeout``.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._is_free:
                 before, left = self.holder, deadline - time.monotonic()
                 if left <= 0:
-                    raise UpdateInProgress(
-                        f"another update ({self.state}) did not end within {timeout:g} s"
-                    )
+                    holds = self._what or f"another update ({self.state})"
+                    raise UpdateInProgress(f"{holds} did not end within {timeout:g} s")
                 is_over = partial(self._is_over, before, check)
                 reader = None if isinstance(holder, ReadLease) else before
                 if not isinstance(reader, ReadLease):
@@ -64,7 +69,7 @@ class Turn:
                 elif not self._changed.wait_for(is_over, min(left, GIVES_WAY, timeout / 4)):
                     reader.end()
                     break
-            self.state, self.holder = "staging", holder
+            self.state, self.holder, self._what = "staging", holder, what
 
     def look_again(self) -> None:
         """Have those that wait ask their ``check``."""

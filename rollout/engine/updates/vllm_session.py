@@ -17,11 +17,12 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass
 
 from rollout.engine.updates.foreign_groups import ForeignGroups
 from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
-from rollout.engine.updates.verb_update import Packing, Terms, VerbTarget, VerbUpdate
+from rollout.engine.updates.verb_update import GRACE, Packing, Terms, VerbTarget, VerbUpdate
 from rollout.errors import UpdateInProgress, some
 from rollout.errors import VersionConflict as Conflict
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -68,8 +69,9 @@ class VerbSession:
         """Take every rank's place in the trainer's group, beside those of other names.
 
         Returns when the group has formed; ``DeadlineExceeded`` or ``TransferFailed`` when it does
-        not within ``timeout`` seconds, ``ConfigError`` when it has too few places. Where the ranks
-        are in it already, and its trainer lives, they stay as they are: the verb came again.
+        not within ``timeout`` seconds, or ``abort`` or ``leave`` came meanwhile, ``ConfigError``
+        when it has too few places. Where the ranks are in it already, and its trainer lives, they
+        stay as they are: the verb came again.
         """
 
         def act() -> None:
@@ -162,10 +164,14 @@ class VerbSession:
         self._groups.check(group, self._ended)
 
     def leave(self, group: str | None = None) -> None:
-        """Leave this group of the trainer, or all, and give up what is open."""
+        """Leave this group of the trainer, or all, and give up what is open, or an init of it that
+        waits for its trainer.
+        """
+        waited = self._end_init("ended by destroy_weights_update_group", group)
 
         def act() -> None:
-            self._groups.check(group, self._ended)
+            if not waited:
+                self._groups.check(group, self._ended)
             self._end("the group was destroyed")
             self._leave(group)
 
@@ -215,13 +221,14 @@ class VerbSession:
         return self._answers.run(Said("finish_weight_update", caller, repr(label)), act)
 
     def abort(self, reason: str = "", caller: Caller = ANYBODY) -> bool:
-        """Give the open update up, also while it receives; False when there is none, or its commit
-        has begun. One that is prepared is given up where its id is said.
+        """Give the open update up, also while it receives, or an init that waits for its trainer;
+        False when there is none, or its commit has begun. One that is prepared is given up where
+        its id is said.
         """
         why = "aborted by abort_weight_update" + (f": {reason}" if reason else "")
         if caller.update_id and self._of.give_up_prepared(caller.update_id, reason):
             return True
-        return self._end(why, caller.update_id)
+        return self._end(why, caller.update_id) or (not caller.update_id and self._end_init(why))
 
     def close(self) -> None:
         """The engine ends: abort what is open."""
@@ -325,6 +332,19 @@ class VerbSession:
             update.timer.cancel()
             self._ended = f"the last one ended: {reason}"
         return update.abort(reason)
+
+    def _end_init(self, why: str, group: str | None = None) -> bool:
+        """End an init that waits for its trainer; once it is over, the next verb may come."""
+        init = self._answers.running
+        place = self._groups.give_up(why, group)
+        if place is None:
+            return False
+        deadline = time.monotonic() + GRACE
+        while init is not None and time.monotonic() < deadline:
+            if futures.wait([init], 0.1).done:
+                break
+            self._of.places.leave(place)  # a rank may have come to it only now
+        return True
 
     def _leave(self, group: str | None = None) -> None:
         if self._groups.leave(group):

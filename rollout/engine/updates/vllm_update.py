@@ -11,7 +11,7 @@ from rollout.engine.executors import gather_replies
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.verb_update import GRACE, Terms, VerbUpdate
-from rollout.errors import RolloutError
+from rollout.errors import RolloutError, TransferFailed
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -75,14 +75,20 @@ class RankPlaces:
 
     def __init__(self, of: Coordinator) -> None:
         self._of = of
+        self._joining = ""  # the place that a join has not been told to give up
 
     @property
     def count(self) -> int:
         return self._of.served.num_ranks
 
     def join(self, place: str, group: ForeignGroup, timeout: float) -> None:
-        self._of.turn.take(None, timeout)  # other updates' bytes do not wait behind this
+        self._joining = place
+        what = f"an init that waits for its trainer at {group.host}:{group.port}"
+        # Other updates' bytes do not wait behind this.
+        self._of.turn.take(None, timeout, what=f"{what} (abort_weight_update ends it)")
         try:
+            if self._joining != place:
+                raise TransferFailed("the group was left before its trainer came")
             args = {"id": place, "group": group.to_wire(), "timeout": timeout}
             limit = timeout + START_LIMIT + GRACE
             gather_replies(self._of.engine.call("stage_join", args), "rendezvous", limit)
@@ -100,6 +106,8 @@ class RankPlaces:
             return False
 
     def leave(self, place: str) -> None:
+        if self._joining == place:
+            self._joining = ""
         try:
             self._of.engine.call("leave_group", {"id": place})
         except RolloutError:  # dead ranks are in no group

@@ -26,6 +26,7 @@ ID_KEY = "broadcast_from/0/0"  # the first object that vLLM's StatelessProcessGr
 ID_BYTES = 128
 _UINT8, _FLOAT32, _SUM = 1, 7, 0  # ncclDataType_t, ncclRedOp_t
 _POLL = 0.0005
+_JOIN_POLL = 0.05
 
 
 class _UniqueId(ctypes.Structure):
@@ -71,9 +72,13 @@ class NcclMember:
         # NCCL's own rendezvous has no deadline: this thread is left behind at ours.
         thread = NativeThread("rollout-nccl-join", run)
         thread.start()
-        thread.join(timeout)
-        if thread.is_alive():
-            raise DeadlineExceeded(f"{self._place}: did not form within {timeout:g} s")
+        deadline = time.monotonic() + timeout
+        while thread.is_alive():
+            if self._closed.is_set():
+                raise TransferFailed(f"{self._place}: the group was left")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{self._place}: did not form within {timeout:g} s")
+            thread.join(_JOIN_POLL)
         if failed:
             raise TransferFailed(f"{self._place}: did not form: {failed[0]}")
 
