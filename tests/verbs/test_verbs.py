@@ -134,6 +134,21 @@ def test_what_does_not_fit_is_named_and_the_sender_is_freed(engine, sender, weig
         assert words in sender.post(verb, body).json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("shape", "count"), [([1 << 47], 1), ([1 << 44], 1), ([1 << 28], 9)])
+def test_what_is_no_weight_is_received_up_to_a_bound(engine, sender, shape, count) -> None:
+    sender.joined()
+    before = engine.info()
+    sender.post("start_weight_update", {"timeout": 3})
+    names = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(count)]
+    info = {"names": names, "dtype_names": ["float32"] * count, "shapes": [shape] * count}
+    info |= {"packed": True, "packed_buffer_size_bytes": 1 << 40}
+    status, kind, message = error_of(sender.post("update_weights", {"update_info": info}))
+    assert (status, kind) == (422, "WeightMismatch")
+    assert names[0] in message
+    assert f"{count * 4 * shape[0]} bytes in one broadcast" in message
+    assert engine.info() == before
+
+
 def test_a_finish_that_lacks_tensors_is_refused_and_names_them(engine, sender, weights) -> None:
     sender.joined()
     before, tokens = engine.info(), engine.tokens()

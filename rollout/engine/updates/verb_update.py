@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollout.errors import WeightMismatch, some
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
 from rollout.weight_sync.protocol.fit import check_metadata, differences
-from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
+from rollout.weight_sync.protocol.messages import MAX_BUCKET_BYTES, BucketEntry, BucketHeader
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import Box, TensorMeta, WeightSlot
@@ -70,16 +71,23 @@ class VerbUpdate(ABC):
     def receive(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
         """Take the broadcasts of ``tensors``, in order; returns their bytes.
 
-        Raises ``WeightMismatch`` before anything is received that does not fit.
+        Raises ``WeightMismatch`` before anything is received that does not fit. What is none of the
+        model's weights is received, since the trainer sends it, and dropped.
         """
         tensors = [TensorMeta(file_form(m.name), m.dtype, m.shape) for m in tensors]
         of = self._wanted
-        named = ((placed(m.name, of.prefixes), m) for m in tensors)
-        taken = (TensorMeta(name, m.dtype, m.shape) for name, m in named if name is not None)
-        sent = [*self._sent, *(meta for meta in taken if is_weight(meta.name))]
+        sent, dropped = [*self._sent], set()
+        for meta in tensors:
+            name = placed(meta.name, of.prefixes)
+            if name is not None and is_weight(name):
+                sent.append(TensorMeta(name, meta.dtype, meta.shape))
+            else:
+                dropped.add(meta.name)
         check_metadata(sent, of.metadata, of.aliases, partial=True, spelled=of.spelled)
+        headers = list(_headers(tensors, packing, self._num_buckets))
+        _check_dropped(headers, dropped)
         self._sent = sent
-        self._take(list(_headers(tensors, packing, self._num_buckets)))
+        self._take(headers)
         received = sum(meta.nbytes for meta in tensors)
         self._nbytes += received
         self.calls += 1
@@ -160,6 +168,18 @@ class VerbTarget(Protocol):
     def relabel(self, label: str) -> None:
         """Set the label of the live version; ``ConfigError`` where that cannot be."""
         ...
+
+
+def _check_dropped(headers: Sequence[BucketHeader], dropped: Collection[str]) -> None:
+    """Nothing says what shape they have: memory for any size would be asked for."""
+    for header in headers:
+        entries = [entry for entry in header.entries if entry.name in dropped]
+        if (nbytes := sum(entry.nbytes for entry in entries)) > MAX_BUCKET_BYTES:
+            names = some([entry.name for entry in entries], 4)
+            raise WeightMismatch(
+                f"{names}: {nbytes} bytes in one broadcast that are no weights of the model; at "
+                f"most {MAX_BUCKET_BYTES} are received. Correct their shapes, or leave them out"
+            )
 
 
 def _headers(tensors: Sequence[TensorMeta], packing: Packing, index: int) -> Iterator[BucketHeader]:
