@@ -294,7 +294,8 @@ def test_an_init_whose_trainer_never_comes_can_be_ended(engine, weights, how) ->
         eventually(lambda: engine.info()["state"] == "staging")
         with pytest.raises(UpdateInProgress, match=f"an init that waits .* at {address} .*abort_w"):
             engine.rollout.update_weights(dict(weights[1]), timeout=2)
-    assert sender.post(*end).status_code == 200
+    ended = sender.post(*end)
+    assert ended.status_code == 200, ended.text
     reply = waiting.result(10)
     assert reply.status_code == (409 if how == "abort" else 400)  # SGLang has that for all
     assert f"waited for its trainer at {address} was" in reply.text

@@ -50,18 +50,10 @@ class ForeignGroups:
                 f"this engine's {count} ranks need places up to {last - 1}; "
                 "get_world_size tells how many ranks there are, the trainer comes on top"
             )
-        there, place = self._joined.get(group.name, (None, ""))
-        if there == group and self._places.are_alive(place, timeout):
-            return
-        for name in self.names:
-            if name == group.name or "" in (name, group.name):
-                self.leave(name)
-        place = uuid.uuid4().hex
-        self._joined[group.name] = group, place
-        self._joining = joining = _Joining(group, place)
+        self._joining = joining = _Joining(group, uuid.uuid4().hex)
         try:
             try:
-                self._places.join(place, group, timeout)
+                self._take(joining, timeout)
             finally:
                 with self._lock:
                     self._joining = None
@@ -116,3 +108,15 @@ class ForeignGroups:
             if found is not None:  # another verb has left it meanwhile
                 self._places.leave(found[1])
         return bool(left)
+
+    def _take(self, joining: _Joining, timeout: float) -> None:
+        group = joining.group
+        there, place = self._joined.get(group.name, (None, ""))
+        if there == group and self._places.are_alive(place, timeout):
+            return
+        for name in self.names:
+            if name == group.name or "" in (name, group.name):
+                self.leave(name)
+        self._joined[group.name] = group, joining.place
+        if not joining.given_up:
+            self._places.join(joining.place, group, timeout)
