@@ -66,17 +66,17 @@ class ForeignGroups:
             self.leave(group.name)
             raise
 
-    def give_up(self, why: str, name: str | None = None) -> str | None:
-        """From any thread: end a ``join`` that waits, of this group if it is named. The places'
-        id, None where none waits; who comes to them only now has to be told once more.
+    def give_up(self, why: str, name: str | None = None) -> bool:
+        """From any thread: end a ``join`` that waits, of this group if it is named; whether one
+        does. Who comes to its places only now has to be told once more.
         """
         with self._lock:
             joining = self._joining
             if joining is None or name not in (None, joining.group.name):
-                return None
+                return False
             joining.given_up = why
         self._places.leave(joining.place)
-        return joining.place
+        return True
 
     def use(self, name: str | None) -> None:
         """The next broadcasts come over this one; None: over the only one."""

@@ -69,11 +69,10 @@ class VerbAnswers:
     def is_busy(self) -> bool:
         return self._running is not None
 
-    @property
-    def running(self) -> Future[Any] | None:
-        """The answer of the verb that runs."""
+    def running(self, verb: str) -> Future[Any] | None:
+        """The answer of this verb, if it is what runs."""
         running = self._running
-        return None if running is None else running.answer
+        return None if running is None or running.said.verb != verb else running.answer
 
     def run(
         self, said: Said, act: Callable[[], T], *, remember: Callable[[], bool] = lambda: True

@@ -31,6 +31,7 @@ from rollout.weights import TensorMeta
 from rollout.weights.names import file_form
 
 ANYBODY = Caller()
+INIT = "init_weight_transfer_engine"
 TIMEOUT = 60.0  # seconds of each wait, unless asked otherwise: a trainer may have to gather first
 DEADLINE = 300.0  # seconds an update may lie untouched
 
@@ -80,7 +81,7 @@ class VerbSession:
             self._packing = packing or Packing()
             self._starts = False
 
-        said = Said("init_weight_transfer_engine", caller, repr((group, packing)))
+        said = Said(INIT, caller, repr((group, packing)))
         # The ranks know whether it still holds.
         self._answers.run(said, act, remember=lambda: False)
 
@@ -335,16 +336,13 @@ class VerbSession:
 
     def _end_init(self, why: str, group: str | None = None) -> bool:
         """End an init that waits for its trainer; once it is over, the next verb may come."""
-        init = self._answers.running
-        place = self._groups.give_up(why, group)
-        if place is None:
-            return False
+        init, found = self._answers.running(INIT), False
         deadline = time.monotonic() + GRACE
         while init is not None and time.monotonic() < deadline:
+            found |= self._groups.give_up(why, group)  # it, or a rank, may be there only now
             if futures.wait([init], 0.1).done:
                 break
-            self._of.places.leave(place)  # a rank may have come to it only now
-        return True
+        return found
 
     def _leave(self, group: str | None = None) -> None:
         if self._groups.leave(group):
