@@ -1,5 +1,6 @@
 """Three tiny engines of this process, each served at an address, and a fleet over them."""
 
+import copy
 import threading
 
 import pytest
@@ -18,13 +19,18 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """Another model of the same shape."""
+def one_trained(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("trained"), seed=1, tokenizer=True)
 
 
+@pytest.fixture
+def trained(one_trained):
+    """Another model of the same shape, which the test may change."""
+    return copy.deepcopy(one_trained)
+
+
 @pytest.fixture(scope="session")
-def oracle(trained, tmp_path_factory):
+def oracle(tmp_path_factory):
     """An engine that was started with the trained weights."""
     path = tmp_path_factory.mktemp("oracle")
     write_tiny(path, seed=1, tokenizer=True)
