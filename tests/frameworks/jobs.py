@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,4 +38,12 @@ def run(
         timeout=limit,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    return [found for line in done.stdout.splitlines() for found in _documents(line)]
+
+
+def _documents(line: str) -> Iterator[dict[str, Any]]:
+    """Ranks that print at a time may do so in one line."""
+    while line.startswith('{"'):
+        found, end = json.JSONDecoder().raw_decode(line)
+        yield found
+        line = line[end:]

@@ -46,13 +46,17 @@ def test_one_prompt_is_answered_as_sglang_does(http: httpx.Client) -> None:
 @pytest.mark.more
 def test_logprobs_are_of_the_tempered_model_before_its_filters(http: httpx.Client) -> None:
     """As SGLang's are: top_p changes what is drawn, never the logprob of a token."""
-    common = {"temperature": 0.5, "sampling_seed": 3, "max_new_tokens": 1, "ignore_eos": True}
-    first = generate(
-        http, input_ids=IDS, sampling_params={**common, "top_k": 1}, return_logprob=True,
-        top_logprobs_num=320,
-    )["meta_info"]  # fmt: skip
+    common = {"sampling_seed": 3, "max_new_tokens": 1, "ignore_eos": True, "top_k": 1}
+    plain, first = (
+        generate(
+            http, input_ids=IDS, sampling_params={**common, "temperature": temperature},
+            return_logprob=True, top_logprobs_num=320,
+        )["meta_info"]
+        for temperature in (1.0, 0.5)
+    )  # fmt: skip
     value, token, _ = first["output_token_logprobs"][0]
-    raw = {t: p for p, t, _ in first["output_top_logprobs"][0]}
+    raw = {t: p for p, t, _ in plain["output_top_logprobs"][0]}
+    assert len(raw) == 320
     tempered = raw[token] / 0.5 - math.log(sum(math.exp(p / 0.5) for p in raw.values()))
     assert value == pytest.approx(tempered, abs=1e-5)
 
