@@ -96,7 +96,8 @@ class SamplingMetadata:
         params = [s.params for s in drawing]
         top = [-1 if p.logprobs is None else p.logprobs for p in params]
         top += [count for count, _ in scored]
-        modes = [TOP_MODES.index(p.top_logprobs_mode) for p in params]
+        asked = max(top, default=0) > 0  # of most steps none does, and each costs the host time
+        modes = [TOP_MODES.index(p.top_logprobs_mode) for p in params] if asked else []
         tempered = any(temperature != 1 for _, temperature in scored)
         edits, allowed = _edits(drawing, coming)
         penalised = [i for i, s in enumerate(drawing) if s.penalised]
