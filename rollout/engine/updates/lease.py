@@ -30,6 +30,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
     shortened,
+    some,
 )
 from rollout.generation.metrics import NOT_BEGUN
 from rollout.weight_sync.protocol.bucket import check_size
@@ -202,7 +203,7 @@ class Lease:
             whole = {*request.components, *map(component_of, seal.digests)}
             missing = {n for n in wanted if component_of(n) in whole} - set(seal.digests)
             if missing and not request.partial:
-                raise IncompleteUpdate(f"sealed without {', '.join(sorted(missing)[:8])}")
+                raise IncompleteUpdate(f"sealed without {some(sorted(missing))}")
             compare(seal.digests, held, of.served.aliases)
             return seal
 
