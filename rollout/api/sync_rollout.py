@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from functools import update_wrapper
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.api.arguments import OneParams
 from rollout.api.async_rollout import AsyncRollout
+from rollout.api.loop_thread import LoopThread
 from rollout.api.ranks import MEET_TIMEOUT, ColocatedRollout
 from rollout.api.session import Session
 from rollout.api.weight_verbs import WeightVerbs
@@ -23,9 +21,6 @@ from rollout.errors import EngineClosed, InvalidRequest
 from rollout.generation import AnyPrompt, RequestOutput
 from rollout.rpc.tls import ClientTls
 from rollout.wire.spellings import VERBS, explains_arguments
-
-_LOOK = 1.0  # seconds between looks at whether the loop still runs
-BLOCKING_CALLS = 16  # threads for what takes one: loading, tokenising, asking a service
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,7 +110,7 @@ class Rollout:
 
     def _begin(self, make: Callable[[], AsyncRollout]) -> None:
         self._async = make()
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         self._end = weakref.finalize(self, _shut_down, self._async, self._loop)
         try:
             self._loop.run(self._async.start())
@@ -213,66 +208,7 @@ class Rollout:
         self.shutdown()
 
 
-class _LoopThread:
-    """A daemon thread that runs one event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._pool = ThreadPoolExecutor(BLOCKING_CALLS, thread_name_prefix="rollout-call")
-        self._loop.set_default_executor(self._pool)
-        self._thread = threading.Thread(target=self._main, name="rollout-loop", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, R] | Any) -> R:
-        """Its result; interrupting the wait (Ctrl-C) cancels it."""
-        waiting = _await(coroutine)
-        try:
-            if not self._thread.is_alive():
-                raise RuntimeError("the loop has ended")
-            future = asyncio.run_coroutine_threadsafe(waiting, self._loop)
-        except RuntimeError:  # the loop may be closed between any check and this call
-            waiting.close()
-            coroutine.close()
-            raise EngineClosed("this Rollout was shut down; make a new one") from None
-        try:
-            # Looks up now and then: what came in as the loop ended is never run.
-            while not wait([future], _LOOK).done and self._thread.is_alive():
-                pass
-            if not future.done():
-                waiting.close()  # nobody will run them any more
-                coroutine.close()
-                raise EngineClosed("this Rollout was shut down while the call ran")
-            return cast(R, future.result())
-        except CancelledError:  # by the end of the loop, in another thread
-            raise EngineClosed("this Rollout was shut down while the call ran") from None
-        finally:
-            future.cancel()  # no effect when it is done
-
-    def close(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._pool.shutdown()
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(asyncio.sleep(0))  # calls that came with the end
-            while left := asyncio.all_tasks(self._loop):
-                for task in left:
-                    task.cancel()
-                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        finally:
-            self._loop.close()
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
-
-
-def _shut_down(rollout: AsyncRollout, loop: _LoopThread) -> None:
+def _shut_down(rollout: AsyncRollout, loop: LoopThread) -> None:
     """Also runs at interpreter exit, when no thread can be started any more."""
     try:
         loop.run(rollout.disconnect())

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rollout.api.loop_thread import LoopThread
 from rollout.api.output_collector import RequestOutputCollector
-from rollout.api.sync_rollout import _LoopThread
 from rollout.distributed.wakeup import Wakeup
 from rollout.errors import EngineClosed
 
@@ -89,7 +89,7 @@ def test_a_wakeup_is_of_who_waits_and_not_remembered():
 
 
 def test_a_call_that_comes_with_the_end_of_its_loop_is_told_so() -> None:
-    thread = _LoopThread()
+    thread = LoopThread()
     ends, came = threading.Event(), threading.Event()
     schedule = thread._loop.call_soon_threadsafe
 
@@ -110,4 +110,28 @@ def test_a_call_that_comes_with_the_end_of_its_loop_is_told_so() -> None:
     with pytest.raises(EngineClosed, match="shut down"):
         thread.run(asyncio.sleep(60))
     assert time.monotonic() - started < 30
+    thread.close()
+
+
+def test_an_interrupt_while_a_call_is_handed_over_ends_it() -> None:
+    thread = LoopThread()
+    ended = threading.Event()
+    schedule = thread._loop.call_soon_threadsafe
+
+    async def call() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        thread._loop.call_soon_threadsafe = schedule
+        schedule(*args, **kwargs)
+        time.sleep(0.2)  # it has begun
+        raise KeyboardInterrupt
+
+    thread._loop.call_soon_threadsafe = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(call())
+    assert ended.wait(30)
     thread.close()
