@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from rollout.errors import ConfigError
 from rollout.rpc.address import split_address
 
+T = TypeVar("T")
 _BEGIN = "-----BEGIN"
 _CERTIFICATE = re.compile(r"-----BEGIN ((?:\w+ )?CERTIFICATE)-----.+?-----END \1-----", re.DOTALL)
 
@@ -114,14 +116,13 @@ def problem(address: str, tls: ClientTls | None, timeout: float = 2.0) -> str | 
     host, port = split_address(address)
     name = host if tls is None else tls.server_name or host
     try:
-        with (
-            socket.create_connection((host, port), timeout) as sock,
-            client_context(tls, "h2").wrap_socket(sock, server_hostname=name) as secured,
-        ):
+        with socket.create_connection((host, port), timeout) as sock:
+            secured = _Secured(sock, client_context(tls, "h2"), name)
+            secured.shake_hands()
             if tls is None:
                 return _NEEDS_TLS
             # A server that does not want our certificate ends it now; another one speaks first.
-            return _taken(secured)
+            return secured.refusal()
     except ssl.SSLCertVerificationError as error:
         return f"its certificate is not trusted: {error.verify_message}; is --tls-ca (ca=) its own?"
     except ssl.SSLError as error:
@@ -135,13 +136,41 @@ def problem(address: str, tls: ClientTls | None, timeout: float = 2.0) -> str | 
         return None
 
 
-def _taken(secured: ssl.SSLSocket) -> str | None:
-    try:
-        return None if secured.recv(1) else _REFUSED
-    except TimeoutError:
-        return None
-    except OSError:  # an alert, or a connection that is cut without one
-        return _REFUSED
+class _Secured:
+    """A client's TLS over ``sock``, which stays its owner's to close: Python's own ``wrap_socket``
+    leaves open what it has made where the connection is cut meanwhile.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, name: str) -> None:
+        self._sock, self._in, self._out = sock, ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_hostname=name)
+
+    def shake_hands(self) -> None:
+        self._take(self._tls.do_handshake)
+
+    def refusal(self) -> str | None:
+        """Why the server ends the connection; None: it speaks, or waits for us."""
+        try:
+            return None if self._take(lambda: self._tls.read(1)) else _REFUSED
+        except TimeoutError:
+            return None
+        except OSError:  # an alert, or a connection that is cut without one
+            return _REFUSED
+
+    def _take(self, step: Callable[[], T]) -> T:
+        """The result of one step of TLS, for which is sent and received what it wants."""
+        while True:
+            try:
+                result = step()
+            except ssl.SSLWantReadError:
+                self._sock.sendall(self._out.read())
+                if received := self._sock.recv(1 << 14):
+                    self._in.write(received)
+                else:
+                    self._in.write_eof()
+            else:
+                self._sock.sendall(self._out.read())
+                return result
 
 
 _REFUSED = "it refuses our certificate, or misses one: --tls-cert and --tls-key (cert=, key=)"
