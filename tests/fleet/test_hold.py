@@ -5,7 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fleet_front import ENGINE
+from fleet_front import ENGINE, Front
 
 from rollout import Rollout
 from rollout.errors import DeadlineExceeded, EngineClosed
@@ -88,6 +88,25 @@ def test_a_pause_that_one_member_does_not_take_holds_none(front, engines):
             front.rollout.pause_generation("wait", timeout=0.3)
         assert asked.result(WAIT).finished
     assert all(output.finished for output in front.rollout.generate(PROMPTS, GREEDY))
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_the_next_front_finds_a_fleet_as_it_was_left(tmp_path, engines, paused):
+    first = Front(tmp_path / "record", engines)
+    if paused:
+        first.rollout.pause_generation()
+    first.rollout.sleep(1)
+    first.close()
+    second = Front(tmp_path / "record", engines)
+    try:
+        with pytest.raises(EngineClosed, match="asleep"):
+            second.rollout.generate(PROMPTS, GREEDY)
+        second.rollout.wake_up()
+        assert second.rollout.metrics().state == ("paused" if paused else "running")
+        second.rollout.resume_generation()
+        assert all(output.finished for output in second.rollout.generate(PROMPTS, GREEDY))
+    finally:
+        second.close()
 
 
 def test_what_is_frozen_ends_with_the_lease(checkpoint):

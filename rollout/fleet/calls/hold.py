@@ -14,6 +14,7 @@ from rollout.engine.control import ASLEEP, WAKE_TAGS
 from rollout.errors import EngineClosed, RolloutError
 from rollout.fleet.directory import Directory
 from rollout.fleet.link import Link
+from rollout.generation.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 
 Verb = Callable[[RolloutClient], Awaitable[None]]
@@ -68,11 +69,12 @@ class Hold(Holding):
         self.wanted = Held()
         self._fleet = fleet
 
-    def find(self) -> None:
+    async def find(self) -> None:
         """What an earlier front has left all members in goes on."""
         states = {standing.state for standing in self._fleet.standings().values()}
         if states == {"asleep"}:
-            self.wanted = Held(asleep=frozenset(WAKE_TAGS))
+            paused = await self._are_paused()
+            self.wanted = Held(paused=paused, asleep=frozenset(WAKE_TAGS))
         elif states == {"paused"}:
             self.wanted = Held(paused=True)
 
@@ -104,6 +106,13 @@ class Hold(Holding):
                 await self._do(link, partial(_bring, self.wanted), whole=True)
 
     # ---- helpers ----
+
+    async def _are_paused(self) -> bool:
+        """Whether all that serve are, whatever their state says beside it."""
+        asked = (link.client.stats() for link in self._fleet.serving())
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        told = [one.paused for one in answers if isinstance(one, EngineStats)]
+        return bool(told) and all(told)
 
     async def _or_as_before(self, wanted: Held, verb: Verb) -> None:
         """Where one that serves does not take it, the others go on as before, too."""

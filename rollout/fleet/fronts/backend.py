@@ -64,7 +64,7 @@ class FleetBackend(Front):
                 await asyncio.to_thread(self._replicas.start)
             await asyncio.to_thread(gather, self.fleet, self._timeout)
             await self._meet_members()
-            self.hold.find()
+            await self.hold.find()
             self._teller.begins = True
             await asyncio.to_thread(self.fleet.serve)
             self._started = await self._any(self._asked)

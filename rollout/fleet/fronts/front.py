@@ -112,16 +112,19 @@ class Front(ABC):
         return 0 if self._started is None else self._started.max_model_len
 
     async def state(self) -> str:
+        return self._state({standing.state for standing in self.fleet.standings().values()})
+
+    def _state(self, states: set[str]) -> str:
+        """``states``: what the members that serve say of themselves."""
         if self._closed:
             return "closed"
         if self._started is None:
             return "loading"
         if self.calls.closing:
             return "leaving"
-        states = sorted({standing.state for standing in self.fleet.standings().values()})
         if states and self.hold.wanted.state:
             return self.hold.wanted.state
-        return "running" if "running" in states else next(iter(states), "fenced")
+        return "running" if "running" in states else min(states, default="fenced")
 
     async def server_info(self) -> ServerInfo:
         """Without a question to a member, for as long as whoever was asked is of the fleet: clients
@@ -242,7 +245,7 @@ class Front(ABC):
             self.fleet.one()  # says why none serves
             raise EngineClosed("no member of the fleet answers")
         return replace(
-            summed(rows), state=await self.state(), epoch=self.fleet.epoch,
+            summed(rows), state=self._state({row.state for row in rows}), epoch=self.fleet.epoch,
             weight_version=self.fleet.version, adapters=self.adapters,
             members=standing(self.fleet.members()), fleet=self.fleet.fleet_id, serving_lease=None,
             paused=self.hold.wanted.paused,
