@@ -16,12 +16,13 @@ GemmaForCausalLM = Arch(
     mlp_bias=False,
     head_dim_given=True,
     tied=True,
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    activation=("hidden_act", "gelu_pytorch_tanh"),
     norm="rms plus one",
     embedding_scale=EMBEDDING_SCALE,
 )
 Gemma2ForCausalLM = replace(
     GemmaForCausalLM,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
     norms=SANDWICH,
     attention_scale=QUERY_SCALE,
     attention_softcap=("attn_logit_softcapping", 50.0),
@@ -32,10 +33,10 @@ Gemma2ForCausalLM = replace(
 )
 Gemma3ForCausalLM = replace(
     GemmaForCausalLM,
+    activation=Gemma2ForCausalLM.activation,
     norms=SANDWICH,
     qk_norm=True,
     attention_scale=QUERY_SCALE,
-    attention_softcap=("attn_logit_softcapping", None),
     logits_softcap=("final_logit_softcapping", None),
     slides="typed",
     sliding_window=4096,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from rollout.models.config.text import PREFIXES, text_config
 from rollout.weights.files.packed_int import AWQ, COMPRESSED, GPTQ
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+GEMMA = ("hidden_act", "gelu_pytorch_tanh")  # whose first releases call it "gelu"
 
 
 def read_architectures(read: Reader) -> list[str]:
@@ -68,9 +70,10 @@ def read_experts(read: Reader, arch: Arch, layers: tuple[LayerConfig, ...]) -> M
     """None where no layer has experts."""
     if arch.moe is None or (arch.lone and not any(layer.feeds == "moe" for layer in layers)):
         return None
-    if arch.lone and read.switch(arch.mlp_bias):
+    moe = read_moe(read, arch.moe)
+    if moe is not None and read.switch(arch.mlp_bias):
         raise ConfigError(f"{read.file}: mlp_bias does not go with experts here; set it to false")
-    return read_moe(read, arch.moe)
+    return moe
 
 
 def read_prefixes(read: Reader, arch: Arch, nested: bool) -> Mapping[str, str]:
@@ -86,16 +89,21 @@ def read_prefixes(read: Reader, arch: Arch, nested: bool) -> Mapping[str, str]:
     return found
 
 
-def read_activation(read: Reader, arch: Arch) -> str:
+def read_activation(read: Reader, arch: Arch, moe: MoEConfig | None) -> str:
     """By the name that it has here."""
     name, default = arch.activation
     given = read.values.get(name) or default
+    if (given, name, default) == ("gelu", *GEMMA):
+        given = default
     if arch.squared and given != "relu2":
         raise ConfigError(f"{read.file}: {name} {given!r} is not relu2, which is all there is here")
     if arch.squared:
         return "relu2"
     if not isinstance(given, str) or given not in ACTIVATIONS:
         raise ConfigError(f"{read.file}: {name} {given!r} is not one of {', '.join(ACTIVATIONS)}")
+    if ACTIVATIONS[given] != "silu" and (moe is not None or arch.delta is not None):
+        what = "experts" if moe is not None else "linear attention"
+        raise ConfigError(f"{read.file}: {name} {given!r} does not go with {what}: silu does")
     return ACTIVATIONS[given]
 
 
@@ -113,10 +121,24 @@ def read_head_dim(read: Reader, arch: Arch, heads: int) -> int:
     return head_dim
 
 
+def refuse_bidirectional(read: Reader) -> None:
+    """An encoder's tokens see later ones, too; transformers makes its masks by these fields."""
+    for name, both_ways in (
+        ("use_bidirectional_attention", (True, "all")),
+        ("is_causal", (False,)),
+    ):
+        if (value := read.values.get(name)) in both_ways and value is not None:
+            raise ConfigError(
+                f"{read.file}: {name} is {json.dumps(value)}: its tokens see later ones, too, and "
+                "here none does; use a model that generates"
+            )
+
+
 def _refuse_unsupported(read: Reader) -> None:
     values = read.values
     if values.get("clip_qkv") is not None:
         raise ConfigError(f"{read.file}: clip_qkv is not supported; use a checkpoint without it")
+    refuse_bidirectional(read)
     packed = values.get("quantization_config")
     method = packed.get("quant_method") if isinstance(packed, Mapping) else None
     if packed and method not in ("mxfp4", "fp8", COMPRESSED, GPTQ, AWQ):

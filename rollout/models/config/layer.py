@@ -211,6 +211,10 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     kind = ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in ROPE_NEEDS:
         raise ConfigError(f"{file}: rope_type {kind!r} is not one of {', '.join(ROPE_NEEDS)}")
+    if arch.qk_norm_over == "turned" and kind in ("yarn", "longrope"):
+        raise ConfigError(
+            f"{file}: rope_type {kind!r} scales queries and keys, which are normalised here"
+        )
     for name in ROPE_NEEDS[kind]:
         if given.get(name) is None:
             raise ConfigError(f"{file}: field {name!r} is missing; rope_type {kind!r} needs it")

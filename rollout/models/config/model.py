@@ -19,6 +19,7 @@ from rollout.models.config.fields import (
     read_head_dim,
     read_heads,
     read_prefixes,
+    refuse_bidirectional,
     text_reader,
     token_ids,
 )
@@ -129,6 +130,7 @@ class ModelConfig:
         heads, kv_heads = read_heads(read)
         layers = read_layers(read, arch)
         scaling = layers[0].rope.scaling
+        moe = read_experts(read, arch, layers)
         latent = None if arch.latent is None else read_latent(read, arch.latent, scaling)
         head_dim = latent.rope_dim if latent else read_head_dim(read, arch, heads)
         classifies = registry.decoder_of(architecture) is not None
@@ -159,10 +161,10 @@ class ModelConfig:
             latent=latent,
             delta=None if arch.delta is None else read_delta(read, arch.delta),
             mamba=None if arch.mamba is None else read_mamba(read, arch.mamba),
-            moe=read_experts(read, arch, layers),
+            moe=moe,
             prefixes=read_prefixes(read, arch, outer.texts is not None),
             arch=arch,
-            activation=read_activation(read, arch),
+            activation=read_activation(read, arch, moe),
             embedding_scale=read.scale(arch.embedding_scale),
             attention_scale=read.scale(arch.attention_scale, head_dim**-0.5)
             * read.scale(arch.key_scale),
@@ -354,6 +356,7 @@ def _by_transformers(
     cls: type[T], read: Reader, names: list[str], registry: Registry, code: RemoteCode | None
 ) -> T:
     """Of an architecture that nothing here declares; ``ConfigError`` says why it is not served."""
+    refuse_bidirectional(read)
     try:
         found = probe(read.values, names[0] if names else "", read.file, code)
     except ConfigError as error:
