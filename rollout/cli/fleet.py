@@ -364,11 +364,16 @@ def _reached_by(args: argparse.Namespace) -> list[str]:
 
 
 def _fleet(record: str, args: argparse.Namespace, tls: ClientTls | None = None) -> Fleet:
+    from rollout.fleet.coordination.actions import MAX_LEASE
     from rollout.fleet.coordination.record import Record
     from rollout.fleet.fleet import Fleet
 
-    if args.lease <= 0:
-        raise ConfigError("--lease must be a positive number of seconds")
+    if not 0 < args.lease <= MAX_LEASE:
+        raise ConfigError(
+            f"--lease must be above 0 and at most {MAX_LEASE:g} s, got {args.lease:g}"
+        )
+    if args.quorum is not None and args.quorum < 1:
+        raise ConfigError(f"--quorum must be 1 or more, got {args.quorum}")
     if not 0 <= args.patience <= 1:
         raise ConfigError("--patience must be a share, from 0 to 1")
     return Fleet(

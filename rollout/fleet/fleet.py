@@ -19,7 +19,7 @@ from rollout.errors import (
     RolloutError,
 )
 from rollout.fleet import late
-from rollout.fleet.coordination.actions import Action, Adapters, Ask, Ended, Promise
+from rollout.fleet.coordination.actions import MAX_LEASE, Action, Adapters, Ask, Ended, Promise
 from rollout.fleet.coordination.coordinator import Coordinator
 from rollout.fleet.coordination.member import describe
 from rollout.fleet.coordination.member_log import MemberLog
@@ -63,8 +63,10 @@ class Fleet(Directory):
     ) -> None:
         if not 0 <= patience <= 1:
             raise ConfigError(f"patience is a share of a timeout, from 0 to 1, got {patience}")
-        if lease <= 0 or (quorum is not None and quorum < 1):
-            raise ConfigError(f"lease and quorum must be positive, got {lease} and {quorum}")
+        if not 0 < lease <= MAX_LEASE:
+            raise ConfigError(f"lease must be above 0 and at most {MAX_LEASE:g} s, got {lease}")
+        if quorum is not None and quorum < 1:
+            raise ConfigError(f"quorum must be 1 or more, got {quorum}")
         self.lease, self._tls, self._patience = lease, tls, patience
         self._record, self._quorum = record, quorum
         self._state = Coordinator(

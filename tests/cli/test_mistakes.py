@@ -98,6 +98,10 @@ def test_replicas_that_could_not_do_as_asked_are_refused(run: Run, tiny: Path) -
     refused(run(*serve, *below), "--min-replicas 1 is below --quorum 2")
     for given in ((), ("--replicas", 2, "--max-replicas", 4)):
         refused(run(*serve, *given, "--quorum", 3), "--quorum 3 is more than --replicas")
+    refused(run(*serve, "--replicas", 2, "--quorum", 0), "--quorum must be 1 or more, got 0")
+    for lease in ("nan", "inf", "0", "3601"):
+        said = f"--lease must be above 0 and at most 3600 s, got {lease}"
+        refused(run("fleet", "--engine", "127.0.0.1:1", "--lease", lease), said)
     refused(run(*serve, "--min-replicas", 2), "--replicas 1 is not between --min-replicas 2")
 
 

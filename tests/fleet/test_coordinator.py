@@ -114,6 +114,20 @@ def test_a_later_coordinator_waits_for_the_leases_of_the_earlier_one() -> None:
     assert any(isinstance(a, Ended) for a in fleet.tick(31.6))
 
 
+@pytest.mark.parametrize(("now", "longest"), [(0.1, 30.0), (31.6, LEASE)])
+def test_once_those_have_ended_the_record_has_its_own_lease_alone(
+    now: float, longest: float
+) -> None:
+    live = replace(LIVE, lease=30.0)
+    fleet = Coordinator(live, quorum=1, lease=LEASE, now=0.0, earlier=30.0)
+    stand(fleet, "a", fleet.add("a", now), now)
+    fleet.checked("a", 4, 77, now)
+    fleet.begin("u5", None, now)
+    fleet.voted("u5", "a", 88, now)
+    [write] = fleet.commit("u5", now)
+    assert write.promise.lease == longest
+
+
 def test_what_was_asked_before_a_commit_does_not_fence_who_has_committed() -> None:
     fleet = serving("a", "b")
     early = asked(fleet, "a", 0.6)

@@ -12,6 +12,9 @@ from rollout.weight_sync.protocol.messages import Decision
 Adapters = tuple[HeldAdapter, ...]
 
 
+MAX_LEASE = 3600.0  # seconds; a longer one is a mistake
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
     """What is durable before anybody may act on it.

@@ -508,7 +508,10 @@ class Coordinator:
         if not update.wanted or not all(update.left.values()):
             return []
         update.phase = Phase.WRITING
-        return [Write(update.promised(self.promise))]
+        promised = update.promised(self.promise)
+        if now >= self._before:  # no longer one is out
+            promised = replace(promised, lease=self.lease)
+        return [Write(promised)]
 
     def _abort(self, update: Update, why: str) -> list[Action]:
         """Members that were lost on the way hold what they held, and serve on."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from rollout.errors import ConfigError, UpdateInProgress
-from rollout.fleet.coordination.actions import Promise
+from rollout.fleet.coordination.actions import MAX_LEASE, Promise
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 
 FILE = "fleet.sqlite"
@@ -46,8 +46,8 @@ class Record:
             self._add_column("fleet", str(_new().fleet))
             row = self._row()
             found = _new() if row is None else _read(row, path)
-            self.earlier = found.lease
-            self.promise = replace(found, fence=found.fence + 1, lease=max(found.lease, lease))
+            self.earlier = min(found.lease, MAX_LEASE)
+            self.promise = replace(found, fence=found.fence + 1, lease=max(self.earlier, lease))
             self._put(self.promise)
         except sqlite3.OperationalError as error:
             if "locked" in str(error):

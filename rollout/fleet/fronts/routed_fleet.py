@@ -11,6 +11,7 @@ from typing import Any
 
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, RolloutError
 from rollout.fleet.calls.hold import Held
+from rollout.fleet.coordination.actions import MAX_LEASE
 from rollout.fleet.directory import Directory
 from rollout.fleet.link import LOOK_AGAIN, Link
 from rollout.rpc.address import is_loopback, split_address
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 ASKED = 2.0  # seconds for which a question waits for something new
 ANSWERS = 2.0  # seconds more until it has not answered
 PAUSE = 0.5  # seconds between questions while nobody answers
-MAX_LEASE = 3600.0  # seconds; a longer one is a mistake of who tells
 _OUT = ("fenced", "leaving", "dead", "closed")  # states in which an engine takes no calls
 _ROUTES_ONLY = (
     "this front routes only: members come and go at the front that coordinates, which `rollout "
