@@ -138,6 +138,12 @@ def test_experts_with_another_gate_or_biases_are_refused(
         ModelConfig.from_directory(tmp_path)
 
 
+def test_biases_that_transformers_would_add_twice_are_refused(tmp_path: Path) -> None:
+    sweep.write("FalconForCausalLM", tmp_path, 0, {"alibi": True})
+    with pytest.raises(ConfigError, match=r"adds its biases \(alibi\) twice"):
+        ModelConfig.from_directory(tmp_path)
+
+
 @pytest.mark.parametrize(
     "architecture", ["Gemma3ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM"]
 )

@@ -197,6 +197,8 @@ def refuse(config: Any, architecture: str) -> None:
             f"{architecture}: rope of type {lengthy[0]!r} depends on a sequence's length, and its "
             "modules keep one for all sequences"
         )
+    if config.model_type == "falcon" and config.alibi:  # seen in 5.23, in its eager form alone
+        raise ConfigError(f"{architecture}: transformers adds its biases (alibi) twice")
     for name in ("vocab_size", "hidden_size"):
         if not isinstance(getattr(text, name, None), int):
             raise ConfigError(f"{architecture}: its config has no {name}")
