@@ -1,12 +1,16 @@
-"""``python -m rollout``: the command line."""
+"""The command line, as ``rollout`` and as ``python -m rollout``."""
 
 import sys
 
-if __name__ == "__main__":
-    try:
-        from rollout.cli.main import main
 
-        status = main()
+def main() -> int:
+    try:
+        from rollout.cli.main import main as run
+
+        return run()
     except KeyboardInterrupt:  # while modules are still imported
-        status = 130
-    sys.exit(status)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import fields
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -331,6 +332,21 @@ def test_a_signal_ends_a_service_that_loads_quietly(bare: Path, number: signal.S
         process.communicate()
     assert (process.returncode, out, err) == (128 + number, "", "")
     gone_by(time.monotonic() + 10, ranks_seen)
+
+
+def test_an_interrupt_while_modules_are_imported_ends_the_command_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupting:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "rollout.cli.main":
+                raise KeyboardInterrupt
+
+    [script] = entry_points(group="console_scripts", name="rollout")
+    monkeypatch.delitem(sys.modules, "rollout.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
+    assert script.load()() == 130
 
 
 def gone_by(deadline: float, pids: set[int]) -> None:
