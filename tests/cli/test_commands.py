@@ -12,14 +12,15 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import fields
-from importlib.metadata import entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -343,10 +344,11 @@ def test_an_interrupt_while_modules_are_imported_ends_the_command_quietly(
             if name == "rollout.cli.main":
                 raise KeyboardInterrupt
 
-    [script] = entry_points(group="console_scripts", name="rollout")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    run = resolve_name(project["project"]["scripts"]["rollout"])
     monkeypatch.delitem(sys.modules, "rollout.cli.main")
     monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
-    assert script.load()() == 130
+    assert run() == 130
 
 
 def gone_by(deadline: float, pids: set[int]) -> None:
