@@ -140,6 +140,8 @@ def warm_up(
         optimizer.step()
         if step % 5 == 0 and (value := expected_reward(model, held_out)) >= target:
             break
+        if step % 25 == 0:
+            print(f"step {step}: mean reward {value:.2f} of {target:g}", file=sys.stderr)
     return step, value
 
 

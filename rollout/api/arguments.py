@@ -57,7 +57,11 @@ def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[A
 
 def _as_list(value: Any) -> str:
     """A remedy for tensors and arrays of ids, and for numbers out of one."""
-    return ": send its tolist()" if callable(getattr(value, "tolist", None)) else ""
+    if not callable(getattr(value, "tolist", None)):
+        return ""
+    if getattr(value, "ndim", 1) == 0:
+        return ": ids are numbers of an array; send [int(token) for token in ids]"
+    return ": send its tolist()"
 
 
 def as_completions(completions: Any) -> list[list[int]] | None:
@@ -68,7 +72,7 @@ def as_completions(completions: Any) -> list[list[int]] | None:
         raise InvalidRequest("completions must be a list of lists of token ids, or None")
     for number, ids in enumerate(completions):
         if isinstance(ids, str) or not isinstance(ids, Sequence) or set(map(type, ids)) - {int}:
-            raise InvalidRequest(f"completion {number} is not a list of token ids")
+            raise InvalidRequest(f"completion {number} is not a list of token ids (see tokenize)")
     return [list(ids) for ids in completions]
 
 
@@ -149,9 +153,12 @@ def as_params(params: Params, count: int) -> list[SamplingParams]:
 
 
 def as_ids(request_ids: Sequence[str] | None, count: int) -> list[str]:
-    """One for each of ``count`` prompts, made where none is given."""
+    """One for each of ``count`` prompts, made where none is given: of several prompts they end in
+    the prompt's index, by which errors name it.
+    """
     if request_ids is None:
-        return [uuid.uuid4().hex for _ in range(count)]
+        call = uuid.uuid4().hex
+        return [call] if count == 1 else [f"{call}-{index}" for index in range(count)]
     if isinstance(request_ids, str):
         request_ids = [request_ids]
     if not isinstance(request_ids, Sequence):

@@ -33,6 +33,8 @@ def image_prompt(given: Mapping[str, Any], where: str) -> ImagePrompt:
     """Of vLLM's mapping; raises ``InvalidRequest`` naming what it cannot have."""
     if "role" in given:
         raise InvalidRequest(f"{where} is a message of a chat: use chat(messages)")
+    if "input_ids" in given:
+        raise InvalidRequest(f'{where} is what a tokenizer makes: pass its ["input_ids"]')
     if unknown := sorted(set(given) - _FIELDS):
         raise InvalidRequest(f"{where} has {unknown[0]!r}; known: {', '.join(sorted(_FIELDS))}")
     prompt = given.get("prompt_token_ids", given.get("prompt"))

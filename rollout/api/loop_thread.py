@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -21,7 +22,7 @@ class LoopThread:
     """A daemon thread that runs one event loop."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._process = asyncio.new_event_loop(), os.getpid()
         self._pool = ThreadPoolExecutor(BLOCKING_CALLS, thread_name_prefix="rollout-call")
         self._loop.set_default_executor(self._pool)
         self._thread = threading.Thread(target=self._main, name="rollout-loop", daemon=True)
@@ -37,7 +38,7 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(call.begin)
             except RuntimeError:  # the loop may be closed between any check and this call
                 call.drop()
-                raise EngineClosed("this Rollout was shut down; make a new one") from None
+                raise EngineClosed(self._why_over()) from None
             # Looks up now and then: what came in as the loop ended is never run.
             while not wait([call.result], _LOOK).done and self._thread.is_alive():
                 pass
@@ -49,6 +50,14 @@ class LoopThread:
             raise EngineClosed("this Rollout was shut down while the call ran") from None
         finally:
             call.cancel()  # no effect when it has ended
+
+    def _why_over(self) -> str:
+        if os.getpid() != self._process:
+            return (
+                "this process was forked from the one that made this Rollout, which goes on there; "
+                "connect to its address from here (Rollout.connect)"
+            )
+        return "this Rollout was shut down; make a new one"
 
     def close(self) -> None:
         if self._thread.is_alive():

@@ -106,7 +106,9 @@ def _not_of_the_hub(
     if path.exists():
         raise ConfigError(f"{path} is a file; give the directory it lies in")
     if not _HUB_ID.fullmatch(where):
-        raise ConfigError(f"{where!r} is no directory here and no hub id; check the path")
+        address = re.fullmatch(r"\S+:\d+", where) is not None
+        remedy = "to use a service at an address: Rollout.connect" if address else "check the path"
+        raise ConfigError(f"{where!r} is no directory here and no hub id; {remedy}")
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from rollout.errors import ConfigError
-from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc
+from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc, is_typed
 from rollout.rpc.tls import ClientTls
 from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks
 
@@ -53,7 +53,9 @@ class Connection:
         try:
             yield
         except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from error
+            # What the server said is all there is to it.
+            cause = None if is_typed(error) else error
+            raise error_from_rpc(error, self.address) from cause
 
     def aio(self) -> grpc.aio.Channel:
         loop = asyncio.get_running_loop()

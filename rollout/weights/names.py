@@ -37,7 +37,8 @@ def file_form(name: str) -> str:
     if not ADAPTER.isdisjoint(parts):
         raise WeightMismatch(
             f"{name!r} belongs to an adapter; pass the PEFT model itself, which is sent merged, "
-            "or merge it and leave the adapter's own tensors out"
+            "or merge it and leave the adapter's own tensors out; to serve it beside the model, "
+            'update_weights(adapters={"NAME": the PEFT model or its directory})'
         )
     return ".".join(part for part in parts if part != "base_layer")
 

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isfunction, signature
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 Namer = Callable[[str], str]  # how one of our settings is written where a text is shown
@@ -58,7 +58,8 @@ class Spellings:
             return f"here it is {ours!r}"
         if isinstance(ours, tuple) and ours[0] in known:
             return f"here it is {ours[0]}={ours[1]!r}"
-        if (why := self.why_refused(name)) is not None:
+        why = self.why_refused(name)
+        if why is not None and not (why == _PARAMETER and "source" in known):  # of an update
             return why
         theirs = {key: mine for key, mine in self.same.items() if isinstance(mine, str)}
         theirs = {key: mine for key, mine in theirs.items() if mine in known}
@@ -107,7 +108,9 @@ def explains_names(
 def explains_arguments(
     spellings: Spellings, error: type[Exception]
 ) -> Callable[[type[T]], type[T]]:
-    """Of a class: a keyword that a public method does not take raises ``error``, with a hint."""
+    """Of a class: a keyword that a public method does not take raises ``error``, with a hint; and
+    a method that others have is an ``AttributeError`` that says what is here instead.
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         for name, found in list(vars(cls).items()):
@@ -115,9 +118,16 @@ def explains_arguments(
                 known = signature(found).parameters.values()
                 if all(one.kind is not one.VAR_KEYWORD for one in known):
                     setattr(cls, name, _explained(found, spellings, error))
+        cls.__getattr__ = _no_attribute  # type: ignore[attr-defined]
         return cls
 
     return decorate
+
+
+def _no_attribute(self: Any, name: str) -> NoReturn:
+    here = METHODS.get(name)
+    hint = "" if here is None else f"; here it is {here}"
+    raise AttributeError(f"{type(self).__name__} has no {name!r}{hint}", name=name, obj=self)
 
 
 def _explained(method: Any, spellings: Spellings, error: type[Exception]) -> Any:
@@ -318,7 +328,35 @@ VERBS = Spellings(
         "priority": "first come is first served",
         "return_logprob": "leave it out: logprobs of the sampled tokens always come",
         "stream": "use stream(prompt, params)",
+        "timeout": "end it by Ctrl-C, by asyncio.timeout() around AsyncRollout's, or by abort(id)",
         "flush_cache": "leave it out: no cached KV outlives its weights",
         "clear_cache": "call reset_prefix_cache(), which an update does not need",
     },
 )
+
+# What vLLM's and SGLang's engines have, and what to call here.
+METHODS = {
+    "close": "shutdown()",
+    "encode": "embed(prompts)",
+    "is_sleeping": 'metrics().state == "asleep"',
+    "get_metrics": "metrics()",
+    "health": "server_info()",
+    "check_health": "server_info()",
+    "get_tokenizer": "tokenize(text), or transformers' own of the checkpoint",
+    "beam_search": "generate(...) with n samples: beams are not searched",
+    "flush_cache": "reset_prefix_cache()",
+    "pause": "pause_generation()",
+    "resume": "resume_generation()",
+    "continue_generation": "resume_generation()",
+    "release_memory_occupation": "sleep()",
+    "resume_memory_occupation": "wake_up()",
+    "load_weights": "update_weights(model)",
+    "reload_weights": "update_weights(server_path=DIR)",
+    "update_weights_from_disk": "update_weights(server_path=DIR)",
+    "update_weights_from_tensor": "update_weights(model)",
+    "update_weights_from_distributed": "update_weights(model)",
+    "add_lora": "load_lora_adapter(...)",
+    "remove_lora": "unload_lora_adapter(...)",
+    "abort_request": "abort(request_id)",
+    "abort_requests": "abort(request_ids)",
+}

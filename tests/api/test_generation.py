@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from api.conftest import ENGINE
@@ -418,6 +419,26 @@ def test_arguments_in_another_engines_words_are_taken_or_told_in_ours(face, requ
             call()
     with pytest.raises(ConfigError, match="takes no 'state_dict'; here it is 'source'"):
         rollout.update_weights(state_dict={})
+    with pytest.raises(ConfigError, match="takes no 'adapter'; did you mean 'adapters'"):
+        rollout.update_weights({}, adapter={})
+    with pytest.raises(InvalidRequest, match=r"takes no 'timeout'; end it by Ctrl-C"):
+        rollout.generate([[5]], timeout=3)
+
+
+def test_methods_of_other_engines_are_told_in_ours(face) -> None:
+    for name, here in {"close": "shutdown()", "is_sleeping": "asleep"}.items():
+        with pytest.raises(AttributeError, match=rf"^Rollout has no '{name}'; here it is .*{here}"):
+            getattr(face, name)
+    with pytest.raises(AttributeError, match=r"^Rollout has no 'whatever'$"):
+        face.whatever  # noqa: B018
+    assert not hasattr(face._async, "load_weights")
+
+
+def test_a_wrong_prompt_among_several_is_named_by_its_index(face) -> None:
+    with pytest.raises(InvalidRequest, match=r"^request '[0-9a-f]{32}-1': token id 99999 "):
+        face.generate([[1, 2], [1, 99999], [3]])
+    assert {o.request_id[-2:] for o in face.generate([[1], [2]], GREEDY)} == {"-0", "-1"}
+    assert len(face.generate([[1]], GREEDY)[0].request_id) == 32
 
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -427,6 +448,9 @@ WRONG = [
     (lambda r: r.generate(torch.tensor([1, 2])), "not Tensor: send its tolist()"),
     (lambda r: r.generate([torch.tensor([1, 2])]), "list of token ids: send its tolist()"),
     (lambda r: r.generate([["a", "b"]]), "it is a list of texts, where one text goes"),
+    (lambda r: r.generate([np.int64(1)]), "send [int(token) for token in ids]"),
+    (lambda r: r.generate([[np.int64(1)]]), "send [int(token) for token in ids]"),
+    (lambda r: r.generate({"input_ids": [[1]], "attention_mask": [[1]]}), 'its ["input_ids"]'),
     (lambda r: r.generate(["a", "b"], request_ids="xy"), "1 request ids for 2 prompts"),
     (lambda r: r.generate("a", request_ids=5), "request_ids must be a list of texts, got 5"),
     (lambda r: r.generate("a", images=3), "images must be a list, got 3"),

@@ -1,6 +1,7 @@
 """A reader that is behind gets the newest of each request, and every request's end."""
 
 import asyncio
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -135,3 +136,16 @@ def test_an_interrupt_while_a_call_is_handed_over_ends_it() -> None:
         thread.run(call())
     assert ended.wait(30)
     thread.close()
+
+
+def test_a_forked_process_is_told_that_its_parent_has_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thread = LoopThread()
+    thread.close()  # as in a child, which has no thread of its parent's
+    with pytest.raises(EngineClosed, match="was shut down; make a new one"):
+        thread.run(asyncio.sleep(0))
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    with pytest.raises(EngineClosed, match="forked from the one that made this Rollout"):
+        thread.run(asyncio.sleep(0))

@@ -595,7 +595,7 @@ def test_what_cannot_be_continued_is_refused_by_name(engines):
 def test_what_a_fleet_cannot_do_is_refused_by_name(front, engines, trained):
     with pytest.raises(ConfigError, match="in_flight='wait' is for one engine"):
         front.rollout.update_weights(trained, in_flight="wait")
-    with pytest.raises(ConfigError, match=r"sleep\(1\)"):
+    with pytest.raises(ConfigError, match=r"use sleep\(level=1\)"):
         front.rollout.sleep(2)
     assert front.rollout.update_weights(trained).version == 1
 

@@ -224,7 +224,8 @@ class Front(ABC):
     async def sleep(self, level: int, mode: str, timeout: float) -> None:
         if level != 1:
             raise ConfigError(
-                "a fleet's members keep their weights, which those that join are given: sleep(1)"
+                f"a fleet has no sleep(level={level}): its members keep their weights, which those "
+                "that join are given; use sleep(level=1)"
             )
         await self.hold.sleep(level, mode, timeout)
 

@@ -126,7 +126,9 @@ class BoundSource:
         self.agreement, self._naming = agreement, naming
         self._bound = naming.bind(items)
         if not self._bound:
-            raise SourceFailed(f"{type(weights).__name__} holds no tensor; nothing can be sent")
+            raise SourceFailed(
+                f"{type(weights).__name__} holds no tensor; nothing can be sent{_on_rank()}"
+            )
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         return tuple(
@@ -136,3 +138,14 @@ class BoundSource:
 
     def _shape(self, tensor: Tensor) -> Shape:
         return tuple(tensor.shape)
+
+
+def _on_rank() -> str:
+    """Where this is one of a trainer's ranks that may have nothing to send."""
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        return ""
+    return (
+        f" (from trainer rank {dist.get_rank()} of {dist.get_world_size()}; where rank 0 alone "
+        "holds the weights, call update_weights there alone)"
+    )

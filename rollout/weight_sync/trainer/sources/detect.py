@@ -209,11 +209,21 @@ class Detected:
             return None
         if dist.get_rank() == 0 or self.kind == "source" or self.ranks is not None:
             return None
+        is_iterator = isinstance(self.obj, Iterator)
+        what = "an iterator" if is_iterator else f"a {type(self.obj).__name__}"
+        remedy = (
+            "Call update_weights on rank 0 alone, or pass what the ranks hold together (DDP, FSDP, "
+            "ZeRO, DTensors)"
+        )
+        if is_iterator:
+            remedy = (
+                "One that gathers (full_tensor(), a full state dict) waits for ranks that do not "
+                "iterate, without end: pass the model, or its named_parameters(), on every rank; "
+                "only one that gathers nothing may be sent by rank 0 alone"
+            )
         return (
-            f"trainer rank {dist.get_rank()} of {dist.get_world_size()} sends a "
-            f"{type(self.obj).__name__} of its own: every rank that does so makes a version of its "
-            "own. Call update_weights on rank 0 alone, or pass what the ranks hold together (DDP, "
-            "FSDP, ZeRO, DTensors)"
+            f"trainer rank {dist.get_rank()} of {dist.get_world_size()} sends {what} of its own: "
+            f"every rank that does so makes a version of its own. {remedy}"
         )
 
     def _agreement(self) -> RankGroup | None:
