@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from rollout.weights.quantization import Scheme
 from rollout.weights.spellings import Spellings
 
 _MOST = 12  # problems spelled out in one message
+_FEW = 3  # behind what explains them
 
 
 def differences(
@@ -83,12 +84,53 @@ def _in_file_form(
     return found
 
 
-def _within(sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta]) -> str:
-    """A remedy where all that was sent is of the decoder within the model, by its own names."""
+def _remedy(
+    sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta], aliases: Mapping[str, str]
+) -> str:
+    """What most differences come of, where that shows; "" where it does not."""
     names = [meta.name for meta in sent]
     if names and all(f"model.{name}" in wanted and name not in wanted for name in names):
-        return "its names begin within 'model.': send the whole model, not its .model; "
+        return "its names begin within 'model.': send the whole model, not its .model"
+    known = {*wanted, *aliases}
+    if prefix := _prefix(names, known):
+        count = sum(name.startswith(prefix) for name in names)
+        others = [name for name in names if not name.startswith(prefix) and name not in known]
+        beside = f" (beside these it has no {some(others, 2)})" if others else ""
+        return (
+            f"{count} names begin with {prefix!r}, and are the model's without it{beside}: send "
+            "the module that lies there, or take the prefix off"
+        )
+    return _of_shards(sent, wanted)
+
+
+def _prefix(names: Sequence[str], known: Collection[str]) -> str:
+    """Behind which most of the names that have it are known, as within a wrapper: "policy."."""
+    for name in names:
+        if name in known:
+            continue
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            if ".".join(parts[cut:]) in known:
+                prefix = ".".join(parts[:cut]) + "."
+                behind = [one.removeprefix(prefix) for one in names if one.startswith(prefix)]
+                count = sum(one in known for one in behind)
+                return prefix if count > 1 and 2 * count > len(behind) else ""
     return ""
+
+
+def _of_shards(sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta]) -> str:
+    """Where all that does not fit is an equal part of the first dimension."""
+    pairs = [(meta.shape, wanted[meta.name].shape) for meta in sent if meta.name in wanted]
+    wrong = [(is_, whole) for is_, whole in pairs if is_ != whole]
+    if len(wrong) < 2 or any(not is_ or is_[1:] != whole[1:] or not is_[0] for is_, whole in wrong):
+        return ""
+    parts = {-(-whole[0] // is_[0]) for is_, whole in wrong}
+    if len(parts) != 1 or max(parts) < 2:
+        return ""
+    return (
+        f"{len(wrong)} tensors have 1/{max(parts)} of the model's rows, as the local shards of so "
+        "many ranks: pass the model, or its DTensors, on every rank"
+    )
 
 
 def check_metadata(
@@ -115,9 +157,10 @@ def check_metadata(
         schemes=schemes,
     )
     if problems:
+        remedy = _remedy(sent, wanted, aliases)
+        listed = some(of_each(problems), _FEW if remedy else _MOST, "; ")
         raise WeightMismatch(
-            f"the update does not fit the model: {_within(sent, wanted)}"
-            f"{some(of_each(problems), _MOST, '; ')}",
+            f"the update does not fit the model: {remedy}{'; ' if remedy else ''}{listed}",
             problems=problems,
         )
 
