@@ -105,7 +105,7 @@ def test_the_ranks_take_each_tensor_once_whatever_number_they_are(tmp_path: Path
         pytest.param("stablelm", 2, {"qk_layernorm": True}, id="a norm for each head"),
         pytest.param("gpt_bigcode", 2, {"multi_query": False}, id="heads of q, k and v"),
         pytest.param("falcon", 2, {"new_decoder_architecture": True}, id="groups of q, k and v"),
-        pytest.param("falcon", 2, {"multi_query": False, "alibi": True}, id="biases by distance"),
+        pytest.param("bloom", 2, {}, id="biases by distance"),
     ],
 )  # fmt: skip
 def test_ranks_give_what_one_does_under_other_configs(
