@@ -98,6 +98,17 @@ def test_ranks_that_are_out_of_step_are_told_so(job: Job) -> None:
     assert "rank 1 is at 'seal' while rank 0 is at 'bucket 7'" in first["message"]
 
 
+def test_ranks_that_pass_other_settings_or_tensors_are_told_which(job: Job) -> None:
+    for rank in job[1]:
+        assert rank["other_settings"]["type"] == rank["other_tensors"]["type"] == "ConfigError"
+        said = rank["other_settings"]["message"]
+        assert said.startswith("trainer rank 1 passes version=5, rank 0 4: ")  # in_flight is left
+        said = rank["other_tensors"]["message"]
+        assert said.startswith("trainer rank 1 holds lm_head.weight (bfloat16 [33, 10]) where rank")
+        assert "rank 0 holds no further tensor: " in said
+        assert rank["agreed"] == {}
+
+
 def test_an_error_wins_over_being_out_of_step(job: Job) -> None:
     first, second = (rank["elsewhere"] for rank in job[1])
     assert first == second

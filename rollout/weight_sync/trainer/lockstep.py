@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from math import inf, prod
-from typing import Self
+from typing import Any, Self
 
-from rollout.errors import DeadlineExceeded, RolloutError, SourceFailed
+from rollout.errors import ConfigError, DeadlineExceeded, RolloutError, SourceFailed
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.detect import Detected
 from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weights import TensorMeta
 
 
 def watchdog(
@@ -31,20 +35,74 @@ def watchdog(
 
 
 def agreed_source(
-    found: Detected, info: WeightInfo, group: RankGroup, timeout: float, *, partial: bool = False
+    found: Detected,
+    info: WeightInfo,
+    group: RankGroup,
+    timeout: float,
+    *,
+    partial: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Incoming:
-    """The source that all ranks have opened; collective, and raises the first error on all."""
+    """The source that all ranks have opened; collective, and raises the first error on all.
+
+    ``settings``: of the call (JSON-able), without those that this rank leaves at their defaults.
+    ``ConfigError`` names a rank that gives another value than the first, or other tensors.
+    """
     source: Incoming | None = None
     failure: Exception | None = None
+    metadata: tuple[TensorMeta, ...] | None = None
     try:
         source = found.read(info, group, partial=partial)
+        metadata = source.metadata() if group.size > 1 else None
     except RolloutError as error:
         failure = error
     except Exception as error:  # noqa: BLE001 - the trainer's own code, or what it passed
         failure = source_failed(error, "")
-    group.vote(failure, timeout, "source")
+    tensors = [[meta.name, str(meta.dtype), list(meta.shape)] for meta in metadata or ()]
+    saying = {"settings": dict(settings or {}), "tensors": digest_of(tensors)}
+    said = group.vote(failure, timeout, "source", saying)
     assert source is not None
+    _check_settings([one["settings"] for one in said], group.ranks)
+    if len({one["tensors"] for one in said}) > 1:
+        _name_difference(group.exchange({"tensors": tensors}, timeout, "tensors"), group.ranks)
     return source
+
+
+def _check_settings(given: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    for rank, theirs in zip(ranks, given, strict=True):
+        for name, value in theirs.items():
+            if value != given[0].get(name, value):
+                raise ConfigError(
+                    f"trainer rank {rank} passes {name}={value!r}, rank {ranks[0]} "
+                    f"{given[0][name]!r}: ranks that send one version together pass the same"
+                )
+
+
+def _name_difference(said: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    """Raise a ``ConfigError`` that names the first tensor of which ranks disagree."""
+    firsts: list[list[Any]] = said[0]["tensors"]
+    for rank, one in zip(ranks, said, strict=True):
+        theirs: list[list[Any]] = one["tensors"]
+        for mine, other in zip_longest(firsts, theirs):
+            if mine != other:
+                raise ConfigError(
+                    f"trainer rank {rank} holds {_told(other)} where rank {ranks[0]} holds "
+                    f"{_told(mine)}: ranks that send one version together pass the same model, "
+                    "with the same tensors in the same order"
+                )
+
+
+def _told(tensor: Sequence[Any] | None) -> str:
+    """A tensor as its name, dtype and shape, for a message."""
+    if tensor is None:
+        return "no further tensor"
+    name, dtype, shape = tensor
+    return f"{name} ({dtype.removeprefix('torch.')} {shape})"
+
+
+def digest_of(obj: Any) -> str:
+    """Of a JSON-able object; the same in every process."""
+    return hashlib.sha256(json.dumps(obj, sort_keys=True).encode()).hexdigest()
 
 
 class Walk:

@@ -22,6 +22,7 @@ _READ_THERE = (
     *("version", "staging", "in_flight", "bucket_bytes", "timeout", "label", "partial"),
     *("update_id", "pin_timeout", "pin_fallback"),
 )
+_SAME_ON_RANKS = ("version", "in_flight", "partial", "staging", "encoding")
 _LIMITS = ("max_stall", "max_extra_memory")  # told where they are given
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -75,6 +76,12 @@ class UpdateOptions:
     merged: tuple[str, ...] = ()
     sent_as: str = ""
     patience: float | None = None
+
+    def same_on_ranks(self) -> dict[str, Any]:
+        """What ranks that send one version together agree on, JSON-able; a rank may say less."""
+        usual = UpdateOptions()
+        given = {name: getattr(self, name) for name in _SAME_ON_RANKS}
+        return {name: v for name, v in given.items() if v != getattr(usual, name)}
 
     def to_server(self) -> dict[str, Any]:
         """The keywords of an update that the server reads itself, JSON-able."""

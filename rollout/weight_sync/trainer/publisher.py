@@ -59,7 +59,11 @@ def publish(
         group = stack.enter_context(closing(found.rank_group(timeout)))
         info, link = _reach(group, connect, timeout)
         with _told(link):
-            source = agreed_source(found, info, group, timeout, partial=options.partial)
+            source = agreed_source(
+                *(found, info, group, timeout),
+                partial=options.partial,
+                settings=options.same_on_ranks(),
+            )
             check_merged(source.merged, {*info.adapters, *source.adapters}, sent=True)
         copies = base.take() if base is not None and source.models else Committed()
         look = group.size > 1 or by_boxes(options.transport, info)

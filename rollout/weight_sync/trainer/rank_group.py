@@ -197,20 +197,27 @@ class RankGroup:
             )
         return header["rows"], tensors["data"]
 
-    def vote(self, error: BaseException | None, timeout: float, phase: str = "vote") -> None:
+    def vote(
+        self,
+        error: BaseException | None,
+        timeout: float,
+        phase: str = "vote",
+        saying: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
         """Proceed only if no member has an ``error``; otherwise all raise the first one.
 
         The same class and message everywhere; ``__cause__`` is the original exception on the rank
         that raised it. One from outside the package's tree is the trainer's own: ``SourceFailed``.
+        Returns what every member was ``saying`` (JSON-able), in member order.
         """
         if self.size == 1:
             if error is not None:
                 raise _typed(error, "") from _origin(error)
-            return
+            return [dict(saying or {})]
         who = f"trainer rank {self.ranks[self.rank]}"
         mine = None if error is None else errors.to_wire(_typed(error, f"{who}, {phase}: "))
         try:
-            replies = self.exchange({"error": mine}, timeout, phase)
+            replies = self.exchange({**(saying or {}), "error": mine}, timeout, phase)
         except TransferFailed as lost:
             raise lost from error  # a gather that fails because a peer died names only a socket
         except errors.RolloutError:
@@ -220,7 +227,7 @@ class RankGroup:
             raise _typed(error, f"{who}, {phase}: ") from _origin(error)
         failed = [i for i, reply in enumerate(replies) if reply and reply["error"]]
         if not failed:
-            return
+            return replies
         self.close()
         first = errors.from_wire(replies[failed[0]]["error"])
         if error is not None and not isinstance(error, Exception):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,7 @@ from rollout.weight_sync.protocol.messages import (
     Wants,
     WeightInfo,
 )
-from rollout.weight_sync.trainer.lockstep import source_failed
+from rollout.weight_sync.trainer.lockstep import digest_of, source_failed
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard_plan import RankBoxes, gap, plan_rounds
 from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
@@ -144,7 +142,10 @@ def shard_bytes(bucket_bytes: int) -> int:
 def exchange_layout(
     source: Incoming, group: RankGroup, timeout: float, plans: PlanCache, copies: Committed
 ) -> ShardLayout:
-    """Tell each other what every rank holds; collective. Boxes travel when some have changed."""
+    """Tell each other what every rank holds; collective. Boxes travel when some have changed.
+
+    ``source``: as ``agreed_source`` gave it, of the same tensors on every rank.
+    """
     failure: RolloutError | None = None
     looked: _Look = ("", (), {})
     try:
@@ -159,14 +160,12 @@ def exchange_layout(
     problems = [
         f"on trainer rank {rank}, {s['problem']}" for rank, s in enumerate(said) if s["problem"]
     ]
-    if len({s["metadata"] for s in said}) > 1:
-        problems.append("trainer ranks hold other tensors than each other")
     if problems:
         return ShardLayout(problems[0])
     knows = tuple(s["wants"] for s in said)
     kept = tuple(tuple(s["copies"]) for s in said)
     hosts = tuple(s["host"] for s in said)
-    digest = _digest([said[0]["metadata"], *(s["mine"] for s in said)])
+    digest = digest_of([said[0]["metadata"], *(s["mine"] for s in said)])
     if all(s["source"] == digest for s in said):
         known = plans.found(digest)
         assert known is not None
@@ -186,8 +185,8 @@ def _status(looked: _Look, plans: PlanCache, copies: Committed) -> dict[str, Any
     problem, metadata, mine = looked
     return {
         "problem": problem,
-        "mine": _digest(mine),
-        "metadata": _digest([[m.name, str(m.dtype), list(m.shape)] for m in metadata]),
+        "mine": digest_of(mine),
+        "metadata": digest_of([[m.name, str(m.dtype), list(m.shape)] for m in metadata]),
         "source": plans.source_digest,
         "wants": plans.wants_digest,
         "host": host_id(),
@@ -210,7 +209,3 @@ def _kind(source: Any) -> str:
     while hasattr(source, "inner"):
         source = source.inner
     return type(source).__name__
-
-
-def _digest(obj: Any) -> str:
-    return hashlib.sha256(json.dumps(obj, sort_keys=True).encode()).hexdigest()

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from weight_sync_source.jobs.rank import SHORT, TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -87,6 +89,33 @@ def failures(job: Rank) -> None:
         agreement.vote(None, TIMEOUT, "seal" if job.rank else "bucket 7")
     except Exception as error:
         job.outcome["out_of_step"] = {"type": type(error).__name__, "message": str(error)}
+
+    info = WeightInfo(
+        epoch=1,
+        version=3,
+        label=None,
+        state="idle",
+        dtype=BF16,
+        tensors=(),
+        aliases=ALIASES,
+        tensor_parallel_size=1,
+        device="cpu",
+        transports=(),
+    )
+    settings = {"version": 4 + job.rank} if job.rank else {"version": 4, "in_flight": "abort"}
+    for name, obj, given in (
+        ("other_settings", model, settings),
+        ("other_tensors", sharded(Tiny(tied=job.rank == 0)), {}),
+        ("agreed", model, {} if job.rank else settings),
+    ):
+        found = detect(obj)
+        group = found.rank_group(TIMEOUT)
+        try:
+            agreed_source(found, info, group, TIMEOUT, settings=given)
+            job.outcome[name] = {}
+        except Exception as error:
+            job.outcome[name] = {"type": type(error).__name__, "message": str(error)}
+        group.close()
 
     def stuck(index: int) -> None:
         if job.rank == 1:
