@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -418,12 +420,15 @@ def engine_run(report: Any, name: str) -> None:
             report.add("its commit", found["commit"] * 1e3, "ms")
 
 
+LATER = 5  # updates after the first, of which the median is told
+
 #: seconds that an update may take once there has been one, digests and vote included
 GOALS = {
     ("8b", "inline"): 0.045,
     ("1b", "inline"): 0.015,
     ("8b", "ipc"): 0.050,
     ("1b", "ipc"): 0.020,
+    ("8b of float32", "inline"): 0.075,
 }
 
 
@@ -450,6 +455,10 @@ def updates_run(report: Any, name: str) -> None:
         with torch.device(DEVICE):
             trained = LlamaForCausalLM(llama_config(name)).to(BF16)
         _report_updates(report, name, "inline", _timed_updates(engine, trained))
+        if not report.late():
+            wide = trained.float()
+            _report_updates(report, f"{name} of float32", "inline", _timed_updates(engine, wide))
+            del wide
         del trained
         if CUDA:
             torch.cuda.empty_cache()
@@ -496,7 +505,8 @@ def _report_updates(report: Any, name: str, way: str, found: dict[str, Any]) -> 
     goal = GOALS.get((name, way), 0.0)
     report.add(f"{name} by {way}, the first", found["first"] * 1e3, "ms")
     label = f"the goal of {goal * 1e3:g} ms" if goal else ""
-    report.add(f"{name} by {way}, the second", found["seconds"] * 1e3, "ms", label, goal * 1e3)
+    report.add(f"{name} by {way}, later ones", found["seconds"] * 1e3, "ms", label, goal * 1e3)
+    report.add(f"{name} by {way}, the longest of them", found["longest"] * 1e3, "ms")
     report.add(f"{name} by {way}, stall", found["stall"] * 1e3, "ms", "the goal of 1 ms", 1.0)
     for part in ("transfer", "stage", "verify", "commit"):
         report.add(f"{name} by {way}, of it {part}", found["timings"][part] * 1e3, "ms")
@@ -504,22 +514,132 @@ def _report_updates(report: Any, name: str, way: str, found: dict[str, Any]) -> 
 
 
 def _timed_updates(engine: Any, trained: Any) -> dict[str, Any]:
-    """Two updates; what the second took and said."""
-    began = time.perf_counter()
-    engine.update_weights(trained)
-    first = time.perf_counter() - began
-    began = time.perf_counter()
-    receipt = engine.update_weights(trained)
+    """``LATER`` updates after a first one: the median of what they took, and what the last said."""
+    took, receipts = [], []
+    for _ in range(1 + LATER):
+        began = time.perf_counter()
+        receipts.append(engine.update_weights(trained))
+        took.append(time.perf_counter() - began)
+    first, *later = took
+    parts = ("transfer", "stage", "verify", "commit", "stall")
+    timings = {p: statistics.median(one.timings[p] for one in receipts[1:]) for p in parts}
     return {
-        "transport": receipt.transport,
-        "num_bytes": receipt.num_bytes,
+        "transport": receipts[-1].transport,
+        "num_bytes": receipts[-1].num_bytes,
         "first": first,
-        "seconds": time.perf_counter() - began,
-        "commit": receipt.timings["commit"],
-        "stall": receipt.timings["stall"],
-        "timings": dict(receipt.timings),
-        "details": dict(receipt.details),
+        "seconds": statistics.median(later),
+        "longest": max(later),
+        "commit": timings["commit"],
+        "stall": timings["stall"],
+        "timings": timings,
+        "details": dict(receipts[-1].details),
     }
+
+
+def streams_run(report: Any, name: str) -> None:
+    """Full updates beside 64 streams: how long the streams wait for a token across an update.
+
+    Of an engine in the trainer's process, and of a service on the same GPU; the gaps are told in
+    steps, one of which is the median time between two tokens of a stream while nothing is updated.
+    """
+    from transformers import LlamaForCausalLM
+
+    from rollout import Rollout
+
+    with torch.device(DEVICE):
+        trained = LlamaForCausalLM(llama_config(name)).to(BF16)
+    settings: dict[str, Any] = {
+        "device": DEVICE.type,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "kv_cache_bytes": (1 << 24) if report.dry else 4 << 30,
+    }
+    with config_directory(name) as folder:
+        with Rollout(str(folder), **settings) as engine:
+            _beside_streams(report, f"{name} inline beside streams", engine, trained)
+        if report.late():
+            return
+        with _service(folder, settings) as address, Rollout.connect(address) as engine:
+            _beside_streams(report, f"{name} to a service beside streams", engine, trained)
+
+
+def _beside_streams(report: Any, label: str, engine: Any, trained: Any) -> None:
+    count, pause = (2, 0.3) if report.dry else (64, 1.0)
+    engine.update_weights(trained)
+    with Streams(engine, count) as streams:
+        time.sleep(3 * pause)
+        quiet, across, took, stalls = [], [], [], []
+        for _ in range(2 if report.dry else LATER):
+            start = time.perf_counter()
+            time.sleep(pause)
+            began = time.perf_counter()
+            receipt = engine.update_weights(trained)
+            ended = time.perf_counter()
+            time.sleep(pause / 4)
+            quiet += streams.gaps(start, began)
+            across.append(max(streams.gaps(began - pause / 20, ended + pause / 10), default=0.0))
+            took.append(ended - began)
+            stalls.append(receipt.timings["stall"])
+    step = statistics.median(quiet) if quiet else float("nan")
+    report.add(f"{label}, an update", statistics.median(took) * 1e3, "ms")
+    report.add(f"{label}, stall", statistics.median(stalls) * 1e3, "ms", "the goal of 1 ms", 1.0)
+    report.add(f"{label}, a step", step * 1e3, "ms")
+    report.add(f"{label}, the longest gap of a quiet second", max(quiet, default=0) / step, "steps")
+    longest = statistics.median(across) / step
+    report.add(f"{label}, the longest gap", longest, "steps", "the goal of 2", 2.0)
+
+
+class Streams:
+    """``count`` streams of one call, which begins again at its end, and when their tokens came."""
+
+    def __init__(self, engine: Any, count: int) -> None:
+        self._engine, self._over = engine, False
+        self._came: list[list[float]] = [[] for _ in range(count)]
+        self._thread = threading.Thread(target=lambda: engine._loop.run(self._run()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over = True
+        self._thread.join()
+
+    def gaps(self, start: float, stop: float) -> list[float]:
+        """Seconds between two tokens of a stream that came between ``start`` and ``stop``."""
+        within = ([at for at in list(came) if start <= at < stop] for came in self._came)
+        return [b - a for came in within for a, b in itertools.pairwise(came)]
+
+    async def _run(self) -> None:
+        from rollout import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+        prompts = [[i + 1] * 16 for i in range(len(self._came))]
+        while not self._over:
+            async with aclosing(self._engine._async.stream_many(prompts, params)) as outputs:
+                async for index, _ in outputs:
+                    self._came[index].append(time.perf_counter())
+                    if self._over:
+                        break
+
+
+@contextmanager
+def _service(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
+    """The address of ``rollout serve`` in a process of its own."""
+    command = [sys.executable, "-m", "rollout", "serve", str(folder), "--port=0", "--grpc-port=0"]
+    for name, value in settings.items():
+        command += [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")]
+    with subprocess.Popen(command, env=_paths(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if "grpc=" not in line:
+                raise RuntimeError(f"the service ended with {process.wait()}")
+            yield line.split("grpc=")[1].split()[0]
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 def _generation(report: Any, engine: Any, label: str) -> list[list[int]]:
@@ -602,7 +722,7 @@ def _child(what: str, args: dict[str, Any]) -> dict[str, Any]:
 def _start(what: str, args: dict[str, Any]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, __file__, what],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env=_paths(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -611,6 +731,12 @@ def _start(what: str, args: dict[str, Any]) -> subprocess.Popen[str]:
     process.stdin.write(json.dumps(args))  # a secret is among it: not for the command line
     process.stdin.close()
     return process
+
+
+def _paths() -> dict[str, str]:
+    """The environment of a second process, which imports what this one does."""
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:

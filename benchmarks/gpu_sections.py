@@ -15,6 +15,8 @@ from gpu_models import Model, launched_in_turn, measure, measure_replay
 from torch import Tensor
 
 from rollout import kernels
+from rollout.kernels import DigestedAs
+from rollout.kernels.region_table import RegionTables
 from rollout.weights import PLAIN, Box
 
 CUDA = torch.cuda.is_available()
@@ -102,6 +104,7 @@ def ops(report: Any) -> None:
     box = Box.full(tuple(many.shape))
     digested = measure(lambda: run("digest")(many, tuple(many.shape), box))  # the host reads it
     report.add("digest", big / digested / 1e9, "GB/s", "copy", report.copy / 1e9)
+    _regions(report, 1 << 12 if dry else 1 << 24)
     logits = torch.randn(rows, 600 if dry else 128256, device=DEVICE, dtype=BF16)
     _moves(report, "scan_logits", logits.nbytes, lambda: run("scan_logits")(logits))
     _draws(report, logits)
@@ -132,6 +135,20 @@ def _triton(name: str) -> Callable[..., Any]:
 def _moves(report: Any, name: str, nbytes: float, run: Callable[[], object]) -> None:
     rate = nbytes / measure_replay(run, rounds=1 if report.dry else 20)
     report.add(name, rate / 1e9, "GB/s", "copy", report.copy / 1e9)
+
+
+def _regions(report: Any, numel: int) -> None:
+    """Copies and digests of many tensors in one launch each, with the host's part and its wait."""
+    sources = [
+        torch.randn(numel, device=DEVICE, dtype=BF16) for _ in range(2 if report.dry else 64)
+    ]
+    targets, tables = [torch.empty_like(x) for x in sources], RegionTables()
+    places = [DigestedAs((numel,), Box.full((numel,)), BF16) for _ in sources]
+    nbytes, bound = sum(x.nbytes for x in sources), report.copy / 1e9
+    copied = measure(lambda: _triton("copy_regions")(targets, sources, tables))
+    report.add("copy_regions, read and written", 2 * nbytes / copied / 1e9, "GB/s", "copy", bound)
+    digested = measure(lambda: _triton("digest_regions")(sources, places, tables))
+    report.add("digest_regions", nbytes / digested / 1e9, "GB/s", "copy", bound)
 
 
 def _draws(report: Any, logits: Tensor) -> None:
@@ -285,6 +302,17 @@ def updates(model: str) -> Callable[[Any], None]:
     return run
 
 
+def streams(model: str) -> Callable[[Any], None]:
+    """Full updates beside 64 streams, of an engine in this process and of a service."""
+
+    def run(report: Any) -> None:
+        from gpu_models import streams_run
+
+        streams_run(report, "tiny" if report.dry else model)
+
+    return run
+
+
 def fleet(model: str) -> Callable[[Any], None]:
     """Full updates of a fleet of two engines on one card, which both map the trainer's memory."""
 
@@ -313,6 +341,7 @@ SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
     ("decode-8b", 90, decode("8b")),
     ("updates-1b", 60, updates("1b")),
     ("updates-8b", 80, updates("8b")),
+    ("streams-8b", 90, streams("8b")),
     ("fleet-1b", 60, fleet("1b")),
     ("logprobs", 30, logprobs),
     ("rivals", 60, rivals),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rollout.cli.flags import TOKEN, Row, add_rows, environment, token_of
 from rollout.distributed import LOOPBACK
+from rollout.distributed.interpreter import settle
 from rollout.errors import ConfigError, EngineClosed, RolloutError
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
@@ -36,9 +36,6 @@ _DEATH_WAIT = 5.0  # seconds in which calls still hear that a rank has died, bef
 RANK_DIED = 1  # exit status
 MEMBER_TIMEOUT = 10.0  # seconds that a member of a fleet has where --shutdown-timeout is not given
 _LOOK = 0.05  # seconds between looks at whether all has ended
-# Objects between searches for garbage. With Python's 700 a step of 256 streams was searched several
-# times while nothing of it was garbage, at a sixth of a front's processor time.
-YOUNG = 50_000
 LAST_WORD = 5.0  # seconds until a lease is given back, or is over by itself
 
 LISTENING: tuple[Row, ...] = (
@@ -179,9 +176,7 @@ async def run_service(args: argparse.Namespace, service: AbstractAsyncContextMan
             async with service as up:
                 if up.memory:
                     print(f"memory {up.memory}", file=sys.stderr, flush=True)
-                gc.collect()
-                gc.freeze()  # what is loaded stays: looking through it held up everything for 0.1 s
-                gc.set_threshold(YOUNG)
+                settle()
                 heed()  # again: Ray ends the process at SIGTERM once it is connected
                 print(f"ready http={up.http} grpc={up.grpc}", file=line_to, flush=True)
                 ready.set()

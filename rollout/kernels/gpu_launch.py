@@ -38,6 +38,7 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     stages: int
+    contract: bool
 
 
 _records: list[Launch] | None = None
@@ -61,25 +62,27 @@ def launch(
     warps: int = 4,
     stages: int = 2,
     overlap: bool = False,
+    contract: bool = True,
     **constants: Any,
 ) -> None:
     """Run ``kernel`` over ``grid``; an empty grid runs nothing. ``constants`` are ``constexpr``.
 
     On the device of the first tensor, which need not be the current one. ``overlap``: the kernel
     takes OVERLAP and begins with ``await_kernel_before``; where the device can, it is launched
-    while the kernel before it still runs.
+    while the kernel before it still runs. ``contract`` False: every product is rounded before it is
+    added to, as the kernel says; else the compiler may pass over a rounding to 16 bits in between.
     """
     device = arguments[0].device
     if overlap:
         able = _records is not None or overlaps(device)
         constants["OVERLAP"] = able and _gdc_wait is not None
     if _records is not None:
-        _records.append(Launch(kernel, arguments, constants, warps, stages))
+        _records.append(Launch(kernel, arguments, constants, warps, stages, contract))
         return
     if 0 in grid:
         return
     run = kernel[grid]
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": contract}
     if constants.get("OVERLAP"):
         options["launch_pdl"] = True
     if device.type == "cuda" and device.index != torch.cuda.current_device():

@@ -19,7 +19,7 @@ from torch import Tensor
 BLOCK, ROUNDS = 512, 16  # with 2 warps the best of 27 shapes that were measured on an H100
 MOST_ROWS = 64  # of one region: what is cut up more goes by itself
 NARROW, MOST_NARROW = 64, 64  # lines of fewer columns leave a block idle: so many, and no more
-_KEPT = 8
+_KEPT = 64  # plans: an update of many buckets takes one for each
 
 Row = tuple[int, ...]  # what a kernel reads of one run of lines
 T = TypeVar("T")
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RegionTable:
-    """On the device. ``owners[p]``: the row of program p; ``firsts[p]``: its first block;
-    ``regions[p]``: the region that the row is of. ``rounds``: blocks of a program."""
+    """On the device. ``owners[p]``: the row of program p; ``firsts[p]``: its first block.
+    Programs of row r end before ``ends[r]``. ``rounds``: blocks of a program."""
 
     rows: Tensor  # [rows, words] int64
     owners: Tensor  # [programs] int32
     firsts: Tensor  # [programs] int64
-    regions: Tensor  # [programs] int64
+    ends: Tensor  # [rows] int64
     rounds: int
 
     @property
@@ -42,10 +42,9 @@ class RegionTable:
 
 
 class RegionTables:
-    """Makes tables and keeps the last few: an update like the one before finds its own again."""
+    """Keeps the last plans: an update like the one before finds its own again."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[object, ...], RegionTable] = OrderedDict()
         self._plans: OrderedDict[object, tuple[object, object]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -53,7 +52,7 @@ class RegionTables:
         self, places: tuple[object, ...], more: Sequence[object], make: Callable[[], T]
     ) -> T:
         """What ``make`` made for these ``places`` (hashed) and this ``more`` (compared), if it is
-        among the last; on a CPU, where a call reads a table of addresses.
+        among the last.
         """
         more = tuple(more)
         with self._lock:
@@ -66,19 +65,10 @@ class RegionTables:
             plan: T = found[1]  # type: ignore[assignment]
             return plan
 
-    def table(
-        self, rows: Sequence[Row], blocks: Sequence[int], regions: Sequence[int], at: torch.device
-    ) -> RegionTable:
-        """Of ``rows`` of ``blocks`` blocks each, which are of ``regions``."""
-        key = (tuple(rows), tuple(blocks), tuple(regions), at)
+    def clear(self) -> None:
+        """What was planned lies elsewhere now."""
         with self._lock:
-            found = self._kept.pop(key, None)
-            if found is None:
-                found = _make(rows, blocks, regions, at)
-            self._kept[key] = found
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-            return found
+            self._plans.clear()
 
 
 def is_too_narrow(lines: int, columns: int) -> bool:
@@ -86,19 +76,14 @@ def is_too_narrow(lines: int, columns: int) -> bool:
     return columns < NARROW and lines > MOST_NARROW
 
 
-def _make(
-    rows: Sequence[Row], blocks: Sequence[int], regions: Sequence[int], at: torch.device
-) -> RegionTable:
+def make_table(found: Sequence[tuple[Row, int]], at: torch.device) -> RegionTable:
+    """Of rows, each with how many blocks it has."""
+    rows, blocks = zip(*found, strict=True)
     rounds = min(ROUNDS, 1 << (max(blocks) - 1).bit_length())
     programs = -(-torch.tensor(blocks) // rounds)
-    owners = torch.repeat_interleave(programs)
-    before = programs.cumsum(0) - programs
-    firsts = (torch.arange(len(owners)) - before[owners]) * rounds
+    owners, ends = torch.repeat_interleave(programs), programs.cumsum(0)
+    firsts = (torch.arange(len(owners)) - (ends - programs)[owners]) * rounds
     # Copies that are waited for: another stream may use the table next.
     return RegionTable(
-        torch.tensor(rows).to(at),
-        owners.int().to(at),
-        firsts.to(at),
-        torch.tensor(regions)[owners].to(at),
-        rounds,
+        torch.tensor(rows).to(at), owners.int().to(at), firsts.to(at), ends.to(at), rounds
     )

@@ -69,10 +69,6 @@ class ComponentModels(Model):
             for name, storage in model.storages().items()
         }
 
-    def digest_slots(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
-        storages = {slot.param: self._storage(slot) for slot in slots}
-        return SlotIO(self.table, storages, tables=self.region_tables).digest_all(slots)
-
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
         return SlotIO(self.table, {slot.param: self._storage(slot)})
 

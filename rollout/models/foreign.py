@@ -24,7 +24,7 @@ from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import EMBEDDING, HEAD, Model
-from rollout.models.weight_io.load import WeightLoad
+from rollout.models.weight_io.load import WeightLoad, WholePlan
 from rollout.models.weight_io.table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, LazyTensor, Shape, TensorMeta, WeightSlot, WeightValue
 from rollout.weights.names import weight_dtype
@@ -104,6 +104,9 @@ class _ForeignLoad(WeightLoad):
     def __init__(self, *args: Any, tables: RegionTables) -> None:
         *ours, self._load = args
         super().__init__(*ours, tables=tables)
+
+    def plan_whole(self, names: Sequence[str]) -> WholePlan | None:
+        return None
 
     def _write(self, name: str, value: WeightValue) -> int:
         if isinstance(value, LazyTensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -13,14 +13,16 @@ from rollout.errors import ConfigError
 from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
+from rollout.models.weight_io.known_bucket import KnownBucket
 from rollout.models.weight_io.load import LoadReport, WeightLoad
 from rollout.models.weight_io.quantized import QuantizedIO
-from rollout.models.weight_io.slots import SlotIO
+from rollout.models.weight_io.slots import Regions, SlotIO
 from rollout.models.weight_io.table import DIGESTS, WeightTable
 from rollout.weights import TensorMeta, WeightSlot, WeightValue
 from rollout.weights.names import weight_dtype
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_MOST_REGIONS = 64  # lists of slots whose places are kept
 
 
 class Model(nn.Module):
@@ -42,6 +44,9 @@ class Model(nn.Module):
         build.config.check_tensor_parallel(build.tp.size, build.expert_parallel)
         self.build, self.config, self.tp, self.max_len = build, build.config, build.tp, max_len
         self.region_tables = RegionTables()
+        self.known: dict[int, KnownBucket] = {}  # by index, of the last update
+        self._regions: dict[tuple[int, ...], Regions] = {}
+        self._held: dict[str, nn.Parameter] = {}
 
     @property
     def policy(self) -> Model:
@@ -93,7 +98,19 @@ class Model(nn.Module):
 
     def storages(self) -> dict[str, Tensor]:
         """The memory of every parameter of ``table``, by name."""
-        return {name: parameter.data for name, parameter in self.owner.named_parameters()}
+        return {name: parameter.data for name, parameter in self.held_parameters().items()}
+
+    def held_parameters(self) -> Mapping[str, nn.Parameter]:
+        """By name; searched for once, as none comes or goes after the first load."""
+        if not self._held:
+            self._held = dict(self.owner.named_parameters())
+        return self._held
+
+    def forget_places(self) -> None:
+        """Its parameters are about to lie elsewhere: nothing holds on to where they were."""
+        self.region_tables.clear()
+        self.known.clear()
+        self._regions.clear()
 
     def weight_metadata(self) -> tuple[TensorMeta, ...]:
         """The complete set in file form, without aliases, in the engine's dtype."""
@@ -153,13 +170,19 @@ class Model(nn.Module):
                 len(self.table.quantized), 3, dtype=torch.int64, device=self.build.device
             )
             self.register_parameter(DIGESTS, nn.Parameter(digests, requires_grad=False))
+            self._held = {}
 
     def digest_slots(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
         """As ``digest_slot`` of many, and how many of each one's values are NaN or infinite; on a
         device in few launches.
         """
-        storages = {s.param: self.owner.get_parameter(s.param).data for s in slots}
-        return SlotIO(self.table, storages, tables=self.region_tables).digest_all(slots)
+        io = SlotIO(self.table, self.storages(), tables=self.region_tables)
+        key = tuple(map(id, slots))  # those of the table, which live as long as it does
+        if key not in self._regions:
+            if len(self._regions) >= _MOST_REGIONS:
+                self._regions.clear()
+            self._regions[key] = io.regions(slots)
+        return io.digest_all(slots, self._regions[key])
 
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
         return SlotIO(self.table, {slot.param: self.owner.get_parameter(slot.param).data})

@@ -78,7 +78,7 @@ def to_plain(noun: Any) -> Any:
 def to_json(noun: Any) -> bytes:
     try:
         kind: Any = type(noun)
-        if _added(kind):
+        if any(getattr(noun, name) == default for name, default in _added(kind).items()):
             return msgspec.json.encode(to_plain(noun))
         return msgspec.json.encode(noun, enc_hook=_encoded)
     except UnicodeEncodeError as error:

@@ -208,7 +208,7 @@ def compile_launch(launch: Launch) -> Any:
     options = {
         "num_warps": launch.warps,
         "num_stages": launch.stages,
-        "enable_fp_fusion": True,
+        "enable_fp_fusion": launch.contract,
     }
     return triton.compile(source, target=TARGET, options=options)
 
@@ -242,6 +242,7 @@ def main() -> None:
             compiled = compile_launch(launch)
             row["shared"] = compiled.metadata.shared
             row["waits"] = _waits(compiled.asm["ptx"])
+            row["contracts"] = "fma." in compiled.asm["ptx"]
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:2000]
         print(json.dumps(row), flush=True)

@@ -116,13 +116,13 @@ def test_a_plan_is_made_once_for_regions_that_stay_where_they_are() -> None:
     tables, run = RegionTables(), _triton(copy_regions)
     source, target = _values((5, 40), torch.float32), torch.zeros((5, 40), device=DEVICE)
     run([target], [source], tables)
-    [kept] = tables._kept.values()
+    [kept] = tables._plans.values()
     source += 1
     run([target], [source], tables)
-    assert list(tables._kept.values()) == [kept]
+    assert list(tables._plans.values()) == [kept]
     assert torch.equal(target, source)
     run([target], [source.clone()], tables)
-    assert len(tables._kept) == 2
+    assert len(tables._plans) == 2
 
 
 def test_what_is_cut_up_too_much_goes_by_itself() -> None:

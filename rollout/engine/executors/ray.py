@@ -23,6 +23,7 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK
+from rollout.distributed.interpreter import SWITCH_INTERVAL
 from rollout.distributed.rendezvous import Door, enter
 from rollout.engine.executors.external import ExternalExecutor, RankHost
 from rollout.engine.executors.multiprocess import INSTANCE
@@ -37,7 +38,6 @@ _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_")  # settings of coll
 PATIENCE = 25.0  # seconds for nodes that come, until a cluster is judged by those that are there
 _JUDGED = 5.0  # seconds between such judgements
 _LOOK = 0.2  # seconds between looks at what has become of the ranks that start
-_SWITCH_INTERVAL = 0.0005  # seconds: a step waits at most so long for Python of the staging thread
 # A node without power says nothing: its socket is given up after 5 s of silence and 3 probes.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
 
@@ -232,7 +232,7 @@ class RankActor:
         self, host: str, port: int, secret: str, rank: int, timeout: float, gpu: bool
     ) -> None:
         """Be ``rank`` of the engine at ``host``; returns once it is let in."""
-        sys.setswitchinterval(_SWITCH_INTERVAL)
+        sys.setswitchinterval(SWITCH_INTERVAL)
         for name in DEPRECATED:
             os.environ.pop(name, None)
         sock = enter(host, port, secret, rank, time.monotonic() + timeout)

@@ -62,6 +62,7 @@ class BucketQueue:
         this process, and takes the header as it is.
         """
         self.count += 1
+        plain = plain and not (header.is_in_place and self._engine.reads_on)
         args = {"update_id": update_id, "header": to_plain(header) if plain else header}
         self._waiting[header.index] = self._engine.call("stage_bucket", args, carried)
 

@@ -18,14 +18,13 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.distributed.interpreter import SWITCH_INTERVAL, settle
 from rollout.engine.shared_payloads import PayloadViews
 from rollout.engine.step_ring import RankSteps
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.rank_loop import RankLoop
 from rollout.engine.worker.worker import Worker
 from rollout.wire.frames import recv_frame
-
-_SWITCH_INTERVAL = 0.0005  # seconds: a step waits at most so long for Python of the staging thread
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         stream=sys.stderr,
         format=f"rollout rank {rank}: %(levelname)s %(name)s: %(message)s",
     )
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     staging = JobThread("rollout-staging", num_threads=1)
     torch.set_num_threads(int(header["num_threads"]))
     config = EngineConfig.from_dict(header["config"])
@@ -56,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     replies = JobThread("rollout-replies") if config.runs_ahead(worker.device.type) else None
     payloads = PayloadViews(options.payload_fd)
     steps = RankSteps.join(options.steps_fd, rank, size)
-    RankLoop(sock, worker, staging, payloads, replies, steps, end=os._exit).run()
+    loop = RankLoop(sock, worker, staging, payloads, replies, steps, end=os._exit, started=settle)
+    loop.run()
 
 
 if __name__ == "__main__":

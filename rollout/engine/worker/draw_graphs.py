@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -29,10 +30,25 @@ def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # Thread-local: NCCL's watchdog and the staging thread may call CUDA meanwhile.
-    with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-        found = run()
+    try:
+        # Thread-local: NCCL's watchdog and the staging thread may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            found = run()
+    except BaseException:
+        _free_for_captures(pool)
+        raise
     return graph, found
+
+
+def _free_for_captures(pool: Any) -> None:
+    """After a capture that failed: torch may still take what is allocated for the graph's, and
+    refuses the next capture into the pool.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError, AttributeError):  # it has ended that itself, or knows no such calls
+        internals: Any = torch._C
+        internals._cuda_endAllocateToPool(device, pool)
+        internals._cuda_releasePool(device, pool)
 
 
 class DrawGraphs:

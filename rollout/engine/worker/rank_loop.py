@@ -33,7 +33,8 @@ class RankLoop:
     """Moves calls from the socket to the thread they belong to, and their replies back.
 
     ``end(status)`` is called, from any thread, when the engine has gone (0) or this rank must leave
-    the others alone (1); where it returns, ``run`` does too.
+    the others alone (1); where it returns, ``run`` does too. ``started`` is called once the rank
+    can run steps.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class RankLoop:
         steps: RankSteps | None,
         *,
         end: Callable[[int], object],
+        started: Callable[[], object] = lambda: None,
     ) -> None:
-        self._end = end
+        self._end, self._started = end, started
         self._sock, self._worker, self._staging = sock, worker, staging
         self._payloads, self._replies = payloads, replies
         self._steps, self._calls = steps, CallQueue(steps)
@@ -116,6 +118,8 @@ class RankLoop:
         except Exception as error:  # noqa: BLE001 - belongs to whoever called
             self._refuse(header, error)
             return
+        if header["method"] == "init_kv":
+            self._started()
         if self._replies is not None and header["method"] == "step":
             self._replies.submit(lambda: self._reply_or_end(header, reply))
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from rollout.errors import (
 from rollout.models.adapters.slots import AdapterSlots
 from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.digests import slot_rows
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
+from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, UpdateRequest
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import EngineRank, InPlaceReceiver, Receiver
 from rollout.weight_sync.transports.vllm import make_member
@@ -56,6 +57,7 @@ class RankUpdates:
         self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
         self._members: dict[str, Member] = {}  # of frameworks' groups, across their updates
         self._using = ""  # the one that the next broadcasts come over
+        self._entries: dict[int, tuple[BucketEntry, ...]] = {}  # read in place last, by bucket
 
     def join(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Take this rank's place in a framework's group; blocks until it has formed.
@@ -128,7 +130,7 @@ class RankUpdates:
         header = args["header"]
         if not isinstance(header, BucketHeader):
             header = from_plain(BucketHeader, header)
-        header = header.share(self._rank)
+        header = self._known(header.share(self._rank))
         with self._dropping_on_error():
             if header.index != update.next_index:
                 raise TransferFailed(
@@ -201,6 +203,16 @@ class RankUpdates:
         update = self._update
         if update is not None and update.request.update_id == update_id:
             update.receiver.close()
+
+    def _known(self, header: BucketHeader) -> BucketHeader:
+        """With the entries of the last update's bucket of this index, where they are the same."""
+        if not header.is_in_place:
+            return header
+        entries = self._entries.setdefault(header.index, header.entries)
+        if entries is not header.entries and entries == header.entries:
+            return replace(header, entries=entries)
+        self._entries[header.index] = header.entries
+        return header
 
     def _current(self, args: Mapping[str, Any]) -> _Staging:
         update = self._update

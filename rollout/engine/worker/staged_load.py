@@ -7,13 +7,14 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import ConfigError
-from rollout.models.adapters.model import AdapterModel, KnownBucket
+from rollout.models.adapters.model import AdapterModel
 from rollout.models.adapters.slots import AdapterSlots
+from rollout.models.model import Model
+from rollout.models.weight_io.known_bucket import KnownBucket
 from rollout.models.weight_io.load import WeightLoad
 from rollout.models.weight_io.raw_load import RawLoad
 from rollout.weight_sync.protocol.bucket import read_in_place
@@ -26,8 +27,6 @@ from rollout.weights.components import (
     own_name,
     qualified,
 )
-
-_ALIGNED = 16  # bytes: the longest element of any dtype
 
 
 class StagedLoad:
@@ -76,24 +75,27 @@ class StagedLoad:
             load.feed(found, together=True)
 
     def feed_in_place(self, header: BucketHeader, regions: Sequence[Tensor]) -> None:
-        """What lies in the sender's memory; of an adapter that came so before in few calls."""
+        """What lies in the sender's memory; what came so before in few calls."""
         only = self._only
         if only is None:
             return self.feed(read_in_place(header, regions))
         part, model, load = only
-        known = model.known
-        # The same header was checked against memory of these sizes.
-        if known is not None and known.header is header and _flat_sizes(regions) == known.sizes:
-            flat = zip(regions, known.dtypes, known.plan.shapes, strict=True)
-            values = [raw.view(dtype).view(shape) for raw, dtype, shape in flat]
-            if load.feed_whole(known.plan, values):
+        known = model.known.get(header.index)
+        if known is not None and known.entries is header.entries:
+            values = known.values(regions)
+            if values is not None and load.feed_whole(known.plan, values):
                 return None
         self.feed(read_in_place(header, regions))
-        model.known = _known(header, regions, part, load)
+        known = _known(header, regions, part, load)
+        if known is not None:
+            model.known[header.index] = known
         return None
 
     @property
-    def _only(self) -> tuple[str, AdapterModel, WeightLoad] | None:
+    def _only(self) -> tuple[str | None, Model, WeightLoad] | None:
+        """The one thing that is filled, of the adapter ``part`` (None: of a model)."""
+        if isinstance(self._model, WeightLoad) and not self._adapters:
+            return None, self._instances.filled(self.live), self._model
         if self._model is not None or len(self._adapters) != 1:
             return None
         [(part, model)] = self._adapters.items()
@@ -145,32 +147,29 @@ class StagedLoad:
             self._instances.finish_load(self.live)
 
 
-def _flat_sizes(regions: Sequence[Tensor]) -> list[int]:
-    """The bytes of each; -1 of what is not flat, dense and aligned for every dtype."""
-    return [
-        x.numel()
-        if x.dtype == torch.uint8 and x.stride() == (1,) and not x.data_ptr() % _ALIGNED
-        else -1
-        for x in regions
-    ]
-
-
 def _known(
-    header: BucketHeader, regions: Sequence[Tensor], part: str, load: WeightLoad
+    header: BucketHeader, regions: Sequence[Tensor], part: str | None, load: WeightLoad
 ) -> KnownBucket | None:
-    """Where each region is one whole tensor of the adapter."""
-    sizes, entries = _flat_sizes(regions), header.entries
-    if len(entries) != len(regions):
-        return None
-    for index, entry in enumerate(entries):
-        whole = entry.region == index and not entry.offset and entry.box == Box.full(entry.shape)
-        if not whole or component_of(entry.name) != part or sizes[index] != entry.nbytes:
+    """Where every entry is a whole tensor, and of ``part``; they have been checked."""
+    entries, lies = header.entries, []
+    for entry in entries:
+        if (
+            entry.region is None
+            or entry.box != Box.full(entry.shape)
+            or _adapter(entry.name) != part
+        ):
             return None
-    plan = load.plan_whole([own_name(entry.name) for entry in entries])
+        lies.append((entry.region or 0, entry.offset, entry.offset + entry.nbytes))
+    names = [entry.name if part is None else own_name(entry.name) for entry in entries]
+    plan = load.plan_whole(names)
     if plan is None:
         return None
     return KnownBucket(
-        header=header, sizes=sizes, dtypes=[entry.dtype for entry in entries], plan=plan
+        entries=entries,
+        sizes=[region.nbytes for region in regions],
+        lies=lies,
+        dtypes=[entry.dtype for entry in entries],
+        plan=plan,
     )
 
 

@@ -214,6 +214,10 @@ class ModelInstances:
         self._in_place, self._live_is = True, None
         return self._live.begin_load()
 
+    def filled(self, live: bool) -> Model:
+        """The instance that an open load fills."""
+        return self._instance(live)
+
     def finish_load(self, live: bool) -> None:
         """Everything is loaded and derived: what is kept for a rollback may shrink."""
         if live and self._undo == "sparse" and self._kept is not None and self._live is not None:
@@ -347,6 +351,7 @@ class ModelInstances:
         if self._device.type == "cpu" or self._live is None or self._parked:
             return
         with self.reader.lock:
+            self._live.forget_places()
             for name, parameter in self._live.named_parameters():
                 self._parked[name] = parameter.data.cpu()
                 parameter.data = parameter.data.new_empty(0)
@@ -475,4 +480,4 @@ class ModelInstances:
 
 
 def _bytes_of(model: Model) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
+    return sum(parameter.nbytes for parameter in model.held_parameters().values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -13,32 +12,39 @@ from torch import Tensor
 from rollout.kernels.digest.strides import collapse, offsets
 from rollout.kernels.gpu_launch import FLOATS, launch, narrow
 from rollout.kernels.native import address
-from rollout.kernels.region_table import BLOCK, MOST_ROWS, RegionTables, Row, is_too_narrow
+from rollout.kernels.region_lines import places_of
+from rollout.kernels.region_table import (
+    BLOCK,
+    MOST_ROWS,
+    RegionTable,
+    RegionTables,
+    Row,
+    is_too_narrow,
+    make_table,
+)
 
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+Pair = tuple[torch.dtype, torch.dtype]
+
+
 def copy_regions(
     targets: Sequence[Tensor], sources: Sequence[Tensor], tables: RegionTables | None = None
 ) -> None:
-    tables = tables or RegionTables()
-    groups: dict[tuple[torch.dtype, torch.dtype], _Group] = {}
-    for target, source in zip(targets, sources, strict=True):
-        assert target.shape == source.shape, f"{target.shape} and {source.shape} differ"
-        if not target.numel():
-            continue
-        rows = _rows(target, source)
-        if rows is None:
-            target.copy_(source)
-            continue
-        group = groups.setdefault((source.dtype, target.dtype), _Group())
-        for row, blocks in rows:
-            group.rows.append(row)
-            group.blocks.append(blocks)
-    for (given, wanted), group in groups.items():
+    def plan() -> tuple[dict[Pair, RegionTable], list[int]]:
+        return _plan(targets, sources)
+
+    here = targets[0].device if targets else None
+    if tables is None or any(source.device != here for source in sources):
+        groups, alone = plan()
+    else:
+        groups, alone = tables.planned(places_of((*targets, *sources)), (), plan)
+    for index in alone:
+        targets[index].copy_(sources[index])
+    for (given, wanted), table in groups.items():
         same = given == wanted
-        table = tables.table(group.rows, group.blocks, [0] * len(group.rows), targets[0].device)
         launch(
             _copy,
             table.grid,
@@ -52,10 +58,23 @@ def copy_regions(
         )
 
 
-@dataclass(slots=True)
-class _Group:
-    rows: list[Row] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+def _plan(
+    targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> tuple[dict[Pair, RegionTable], list[int]]:
+    """A table for each pair of dtypes, and what goes by itself."""
+    groups: dict[Pair, list[tuple[Row, int]]] = {}
+    alone: list[int] = []
+    for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        assert target.shape == source.shape, f"{target.shape} and {source.shape} differ"
+        if not target.numel():
+            continue
+        rows = _rows(target, source)
+        if rows is None:
+            alone.append(index)
+        else:
+            groups.setdefault((source.dtype, target.dtype), []).extend(rows)
+    at = targets[0].device
+    return {pair: make_table(rows, at) for pair, rows in groups.items()}, alone
 
 
 def _rows(target: Tensor, source: Tensor) -> list[tuple[Row, int]] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,10 +16,32 @@ from rollout.kernels.digest.strides import collapse, offsets, row_major
 from rollout.kernels.digest_regions import DigestedAs
 from rollout.kernels.gpu_launch import FLOATS, launch, narrow
 from rollout.kernels.native import address
-from rollout.kernels.region_table import BLOCK, MOST_ROWS, RegionTables, Row, is_too_narrow
+from rollout.kernels.region_lines import places_of
+from rollout.kernels.region_table import (
+    BLOCK,
+    MOST_ROWS,
+    RegionTable,
+    RegionTables,
+    Row,
+    is_too_narrow,
+    make_table,
+)
 
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+Pair = tuple[torch.dtype, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Regions of one pair of dtypes; ``regions``: whose rows they are, one after the other."""
+
+    table: RegionTable
+    regions: list[int]
+    begins: Tensor  # [regions] int64: the first program of each
+    ends: Tensor  # [regions] int64: behind its last
 
 
 def digest_regions(
@@ -27,10 +49,29 @@ def digest_regions(
     places: Sequence[DigestedAs],
     tables: RegionTables | None = None,
 ) -> list[tuple[int, int]]:
-    tables = tables or RegionTables()
-    device = values[0].device
-    alone: dict[int, tuple[int, int]] = {}
-    groups: dict[tuple[torch.dtype, torch.dtype], _Group] = {}
+    def plan() -> tuple[dict[Pair, _Group], list[int]]:
+        return _plan(values, places)
+
+    groups, alone = plan() if tables is None else tables.planned(places_of(values), places, plan)
+    found = [(0, 0)] * len(values)
+    for index in alone:
+        place, count = places[index], [0]
+        total = digest(values[index].to(place.dtype), place.shape, place.box, count)
+        found[index] = total, count[0]
+    sums = [_launch(*pair, group) for pair, group in groups.items()]
+    told = torch.cat(sums, 1).tolist() if sums else [[], []]  # one wait for all
+    owners = [index for group in groups.values() for index in group.regions]
+    for index, total, count in zip(owners, *told, strict=True):
+        found[index] = total % 2**64, count
+    return found
+
+
+def _plan(
+    values: Sequence[Tensor], places: Sequence[DigestedAs]
+) -> tuple[dict[Pair, _Group], list[int]]:
+    """What is digested in one launch for each pair of dtypes, and what goes by itself."""
+    groups: dict[Pair, list[tuple[int, list[tuple[Row, int]]]]] = {}
+    alone: list[int] = []
     for index, (value, place) in enumerate(zip(values, places, strict=True)):
         assert tuple(value.shape) == place.box.shape, f"{value.shape} do not fill {place.box}"
         assert place.box.fits(place.shape), f"{place.box} is not inside {place.shape}"
@@ -38,37 +79,24 @@ def digest_regions(
             continue
         rows = _rows(value, place)
         if rows is None:
-            count = [0]
-            total = digest(value.to(place.dtype), place.shape, place.box, count)
-            alone[index] = total, count[0]
-            continue
-        group = groups.setdefault((value.dtype, place.dtype), _Group())
-        for row, blocks in rows:
-            group.rows.append(row)
-            group.blocks.append(blocks)
-            group.regions.append(index)
-    found = torch.zeros((2, len(values)), dtype=torch.int64, device=device)
-    for (given, wanted), group in groups.items():
-        _launch(group, given, wanted, found, tables)
-    sums, counts = found.tolist()
-    return [
-        alone.get(index, (total % 2**64, count))
-        for index, (total, count) in enumerate(zip(sums, counts, strict=True))
-    ]
+            alone.append(index)
+        else:
+            groups.setdefault((value.dtype, place.dtype), []).append((index, rows))
+    return {pair: _group(found, values[0].device) for pair, found in groups.items()}, alone
 
 
-@dataclass(slots=True)
-class _Group:
-    rows: list[Row] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    regions: list[int] = field(default_factory=list)
+def _group(found: list[tuple[int, list[tuple[Row, int]]]], at: torch.device) -> _Group:
+    table = make_table([row for _, rows in found for row in rows], at)
+    last = torch.tensor([len(rows) for _, rows in found]).cumsum(0).to(at) - 1  # row of each
+    ends = table.ends[last]
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return _Group(table, [index for index, _ in found], begins, ends)
 
 
-def _launch(
-    group: _Group, given: torch.dtype, wanted: torch.dtype, found: Tensor, tables: RegionTables
-) -> None:
-    table = tables.table(group.rows, group.blocks, group.regions, found.device)
-    parts = torch.empty((2, *table.grid), dtype=torch.int64, device=found.device)
+def _launch(given: torch.dtype, wanted: torch.dtype, group: _Group) -> Tensor:
+    """[2, regions] int64: the digest of each, and how many of its values are not finite."""
+    table = group.table
+    parts = torch.empty((2, *table.grid), dtype=torch.int64, device=table.rows.device)
     same = given == wanted
     launch(
         _digest,
@@ -83,8 +111,9 @@ def _launch(
         ROUNDS=table.rounds,
         warps=4,
     )
-    for sums, per_program in zip(found, parts, strict=True):
-        sums.index_add_(0, table.regions, per_program)  # integers: their order changes nothing
+    # Sums of integers, which may wrap around: differences of those so far are each region's.
+    sums = torch.nn.functional.pad(parts.cumsum(1), (1, 0))
+    return sums[:, group.ends] - sums[:, group.begins]
 
 
 def _rows(value: Tensor, place: DigestedAs) -> list[tuple[Row, int]] | None:

@@ -51,7 +51,8 @@ def quantize_rows(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Inputs [..., K] as codes (int8, or float8_e4m3fn), and a float32 scale of each: [..., 1]."""
     wide = x.float()
     most = LARGEST[scheme.codes]
-    factors = (wide.abs().amax(dim=-1, keepdim=True) / most).clamp_min(
+    # Not by a number: a GPU would multiply by its inverse, and codes differ from a CPU's.
+    factors = (wide.abs().amax(dim=-1, keepdim=True) / wide.new_full((), most)).clamp_min(
         torch.finfo(torch.float32).tiny
     )
     scaled = wide / factors

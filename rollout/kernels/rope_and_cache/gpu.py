@@ -87,6 +87,7 @@ def turn(
         NORM_WIDE=norm is not None and norm.offset is not None,
         warps=2,
         overlap=True,
+        contract=False,
     )
     return out
 

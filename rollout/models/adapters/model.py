@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
-from rollout.models.weight_io.load import WeightLoad, WholePlan
+from rollout.models.weight_io.load import WeightLoad
 from rollout.models.weight_io.slots import Regions, SlotIO
 from rollout.models.weight_io.table import ParamSpec, WeightTable
 from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
@@ -150,16 +150,6 @@ class AdaptedLinear:
         return [down, *up, *rest]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownBucket:
-    """What came last: ``header`` says of which dtypes in memory of these ``sizes``."""
-
-    header: object
-    sizes: Sequence[int]
-    dtypes: Sequence[torch.dtype]
-    plan: WholePlan
-
-
 class AdapterModel(Model):
     """A slot that is loaded, as often as need be; what is loaded works once the load has finished.
 
@@ -192,8 +182,7 @@ class AdapterModel(Model):
             self._storages |= declared.storages
         self.table = WeightTable({name: tuple(found) for name, found in slots.items()}, params, {})
         self.filled = tuple(slot for found in slots.values() for slot in found)
-        self._regions: Regions | None = None
-        self.known: KnownBucket | None = None
+        self._filled_regions: Regions | None = None
         self.eval()
 
     def begin_load(self) -> WeightLoad:
@@ -231,9 +220,9 @@ class AdapterModel(Model):
 
     def digests(self) -> list[tuple[int, int]]:
         """As ``digest_slots`` of all ``filled``, which stay where they are."""
-        if self._regions is None:
-            self._regions = self._io().regions(self.filled)
-        return self._io().digest_all(self.filled, self._regions)
+        if self._filled_regions is None:
+            self._filled_regions = self._io().regions(self.filled)
+        return self._io().digest_all(self.filled, self._filled_regions)
 
     def scaling_digest(self) -> int:
         """``digest_of_scalings`` of what the slot holds, in linears that it leaves alone, too."""

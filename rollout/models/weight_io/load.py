@@ -47,11 +47,14 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class WholePlan:
-    """Where whole tensors of these names go; ``targets``: of each, as they lie in memory."""
+    """Where whole tensors of these names go; ``targets``: as they lie in memory, ``takes``: of each
+    the index of its tensor, and the part of that which goes there (None: all of it).
+    """
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     targets: tuple[Tensor, ...]
+    takes: tuple[tuple[int, tuple[slice, ...] | None], ...]
     params: tuple[str, ...]
     nbytes: int
 
@@ -107,44 +110,61 @@ class WeightLoad:
         self._raise_problems()
 
     def plan_whole(self, names: Sequence[str]) -> WholePlan | None:
-        """For ``feed_whole``, in this load and in later ones of the same table and storages.
+        """For ``feed_whole``, in this load and in later ones of the same table and storages, as
+        long as those lie where they are.
 
-        None but where each name is that of a tensor that one slot takes whole, on a CPU.
+        None where what comes under one of the names is more than a copy: it has another name here
+        or is split, is quantised or an alias, or lies in tiles.
         """
-        table, found = self._table, []
-        if len({*names}) != len(names) or table.prefixes or table.quantized or table.aliases:
+        table = self._table
+        if len({*names}) != len(names):
             return None
-        for name in names:
-            slots = table.slots.get(name, ())
-            if len(slots) != 1 or slots[0].take != Box.full(slots[0].shape):
+        shapes: list[Shape] = []
+        targets: list[Tensor] = []
+        takes: list[tuple[int, tuple[slice, ...] | None]] = []
+        params: dict[str, None] = {}
+        nbytes = 0
+        for index, name in enumerate(names):
+            slots = table.slots.get(name)
+            if not slots or name in table.aliases or placed(name, table.prefixes) != name:
                 return None
-            found.append(slots[0])
-        targets = [self._io.target(slot) for slot in found]
-        if any(target is None for target in targets):
-            return None
-        nbytes = sum(
-            prod(slot.shape) * weight_dtype(slot.source, self._dtype).itemsize for slot in found
-        )
+            shapes.append(slots[0].shape)
+            if table.spellings.respells(name, slots[0].shape):
+                return None
+            for slot in slots:
+                if slot in table.quantized:
+                    return None
+                if not slot.take.numel:
+                    continue
+                if (target := self._io.target(slot)) is None:
+                    return None
+                targets.append(target)
+                whole = slot.take == Box.full(slot.shape)
+                takes.append((index, None if whole else slot.take.slices))
+                params[slot.param] = None
+                nbytes += slot.take.numel * weight_dtype(name, self._dtype).itemsize
         return WholePlan(
-            tuple(names),
-            tuple(slot.shape for slot in found),
-            tuple(target for target in targets if target is not None),
-            tuple({slot.param for slot in found}),
-            nbytes,
+            *(tuple(names), tuple(shapes), tuple(targets), tuple(takes), tuple(params), nbytes)
         )
 
     def feed_whole(self, plan: WholePlan, values: Sequence[Tensor]) -> bool:
         """As ``feed`` of tensors by the plan's names, at once; False where nothing was written, as
         something would be refused: ``feed`` says what.
         """
-        if tuple(tuple(value.shape) for value in values) != plan.shapes:
+        if any(v.shape != shape for v, shape in zip(values, plan.shapes, strict=True)):
             return False
         if not {value.dtype for value in values} <= CASTABLE or not self._seen.isdisjoint(
             plan.names
         ):
             return False
-        shaped = zip(values, plan.targets, strict=True)
-        self._io.copy(plan.targets, [value.reshape(target.shape) for value, target in shaped])
+        parts = (values[i] if part is None else values[i][part] for i, part in plan.takes)
+        sources = [
+            part if part.shape == target.shape else part.reshape(target.shape)
+            for part, target in zip(parts, plan.targets, strict=True)
+        ]
+        if sources:
+            with torch.no_grad():
+                self._io.copy(plan.targets, sources)
         for param in plan.params:
             self.journal.note_whole(param)
         self._seen.update(plan.names)

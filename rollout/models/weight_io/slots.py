@@ -74,15 +74,21 @@ class SlotIO:
         copy_regions(targets, sources, self._tables)
 
     def target(self, slot: WeightSlot) -> Tensor | None:
-        """What ``together`` copies a small slot to, by one copy; None where it does not, on a CPU,
-        or there are no elements.
+        """What ``together`` copies the slot to, by one copy; None where it does not, or there are
+        no elements.
         """
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
-        small = 0 < slot.put.numel <= LARGE
-        if storage.device.type != "cpu" or not small or spec.layout not in (PLAIN, TRANSPOSED):
+        if not slot.put.numel or not self._goes_together(storage, spec, slot.put.numel):
             return None
         into = storage if spec.layout is PLAIN else TRANSPOSED.logical(storage)
         return into[slot.put.slices]
+
+    @staticmethod
+    def _goes_together(storage: Tensor, spec: ParamSpec, numel: int) -> bool:
+        """Whether so many elements are copied beside others: on a CPU what is small."""
+        if storage.device.type == "cpu":
+            return spec.layout in (PLAIN, TRANSPOSED) and numel <= LARGE
+        return spec.layout is PLAIN
 
     def write(self, slot: WeightSlot, value: WeightValue) -> int:
         """Write what ``value`` holds of ``slot``; returns the number of elements written.
@@ -178,10 +184,7 @@ class SlotIO:
         return box.numel
 
     def _put(self, storage: Tensor, spec: ParamSpec, put: Box, value: Tensor) -> None:
-        later = spec.layout is PLAIN
-        if storage.device.type == "cpu":
-            later = (later or spec.layout is TRANSPOSED) and value.numel() <= LARGE
-        if self._later is None or not later:
+        if self._later is None or not self._goes_together(storage, spec, value.numel()):
             copy_into_box(storage, spec.shape, put, value, spec.layout)
         else:
             into = storage if spec.layout is PLAIN else TRANSPOSED.logical(storage)

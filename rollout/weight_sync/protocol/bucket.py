@@ -55,7 +55,8 @@ def unpack(
 def read_in_place(
     header: BucketHeader, regions: Sequence[Tensor]
 ) -> Iterator[tuple[str, Tensor | TensorPiece]]:
-    """The tensors of a bucket whose entries lie in ``regions`` (uint8, flat), as views of them.
+    """The tensors of a bucket whose entries lie in ``regions``, as views of them: each is flat
+    uint8, or the one tensor that lies there.
 
     Everything is checked before the first view is made: an entry that would reach beyond its
     region is a ``TransferFailed``, not a bad address.
@@ -74,8 +75,10 @@ def _views_in_place(
 ) -> Iterator[tuple[str, Tensor | TensorPiece]]:
     for entry in header.entries:
         assert entry.region is not None
-        raw = regions[entry.region][entry.offset : entry.offset + entry.nbytes]
-        values = raw.view(entry.dtype).view(entry.box.shape)
+        values = regions[entry.region]
+        if not _is_itself(entry, values):
+            raw = values[entry.offset : entry.offset + entry.nbytes]
+            values = raw.view(entry.dtype).view(entry.box.shape)
         if entry.box == Box.full(entry.shape):
             yield entry.name, values
         else:
@@ -146,6 +149,8 @@ def _problem_in_place(entry: BucketEntry, regions: Sequence[Tensor]) -> str | No
     region = regions[entry.region]
     if entry.nbytes != entry.box.numel * entry.dtype.itemsize:
         return f"{entry.nbytes} bytes are not {entry.box.shape} of {entry.dtype}"
+    if _is_itself(entry, region):
+        return None
     if region.dtype != torch.uint8 or region.dim() != 1 or not region.is_contiguous():
         return f"its region is {region.dtype} {list(region.shape)}, expected flat uint8"
     if entry.offset + entry.nbytes > region.numel():
@@ -153,6 +158,11 @@ def _problem_in_place(entry: BucketEntry, regions: Sequence[Tensor]) -> str | No
     if entry.nbytes and (region.data_ptr() + entry.offset) % entry.dtype.itemsize:
         return f"its address is no multiple of {entry.dtype.itemsize}"
     return None
+
+
+def _is_itself(entry: BucketEntry, region: Tensor) -> bool:
+    """Whether the region is the tensor that the entry is about."""
+    return region.dtype == entry.dtype and region.shape == entry.box.shape and not entry.offset
 
 
 def _problem_of_any(entry: BucketEntry) -> str | None:

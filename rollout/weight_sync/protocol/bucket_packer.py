@@ -26,19 +26,20 @@ from rollout.wire.frames import flat_bytes
 
 
 class InPlaceHeaders:
-    """Makes headers of buckets that are read where they lie, and keeps the last: the next update's
-    is often the same.
+    """Makes headers of buckets that are read where they lie, and keeps those of the last update:
+    the next one's are often the same.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[object, BucketHeader] | None = None
+        self._last: dict[int, tuple[object, BucketHeader]] = {}
 
     def header(self, index: int, parts: Sequence[tuple[str, Tensor]]) -> BucketHeader:
         """Of whole tensors, each a region of its own."""
-        key = index, [(name, tensor.dtype, tensor.shape) for name, tensor in parts]
-        if self._last is None or self._last[0] != key:
-            self._last = key, self._made(index, parts)
-        return self._last[1]
+        key = [(name, tensor.dtype, tensor.shape) for name, tensor in parts]
+        last = self._last.get(index)
+        if last is None or last[0] != key:
+            last = self._last[index] = key, self._made(index, parts)
+        return last[1]
 
     def _made(self, index: int, parts: Sequence[tuple[str, Tensor]]) -> BucketHeader:
         entries = []
@@ -183,7 +184,7 @@ class BucketPacker:
         """
         assert not self._entries
         header = self._headers.header(self.num_buckets, parts)
-        regions = [flat_bytes(tensor) for _, tensor in parts]
+        regions = [tensor.detach() for _, tensor in parts]
         self.num_tensors += len(parts)
         self.num_bytes += sum(entry.nbytes for entry in header.entries)
         self.num_buckets += 1

@@ -163,15 +163,15 @@ class BucketSender:
         """As ``add`` of each, all of which are to be read where they lie; False where some are not,
         and then none was added.
         """
-        nbytes = sum(tensor.nbytes for _, tensor in items)
         stay = all(self.stays(tensor) for tensor in _one_of_each_kind(items))
         self._stays = False
-        if not stay or self._left_bytes + nbytes >= IN_PLACE_BYTES:
-            return False
-        self._left += items
-        self._left_bytes += nbytes
-        self.read_in_place += len(items)
-        return True
+        if stay:
+            self._attempt("tensors where they lie", lambda: self._add_staying(items))
+        return stay
+
+    def _add_staying(self, items: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in items:
+            self._ship_all(self._where_it_lies(name, tensor))
 
     def exchange(self) -> None:
         return None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
+from rollout.distributed.interpreter import quick_switches
 from rollout.errors import RolloutError, WeightError
 from rollout.weight_sync.protocol.adapters import check_merged
 from rollout.weight_sync.protocol.committed import Committed, DeltaBase
@@ -56,6 +57,7 @@ def publish(
     stats = TransferStats(tables=plans.tables)
     found = _detected(obj, adapters or {}, plans)
     with ExitStack() as stack:
+        stack.enter_context(quick_switches())
         group = stack.enter_context(closing(found.rank_group(timeout)))
         info, link = _reach(group, connect, timeout)
         with _told(link):

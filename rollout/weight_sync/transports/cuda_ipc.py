@@ -30,6 +30,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,7 +172,7 @@ class CudaIpcSender(Sender):
         self._uuids: dict[torch.device, str] = {}
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._runtime = cuda_memory.Runtime()
+        self._runtime = cuda_memory.runtime()
         needed = sum(meta.nbytes + 512 for meta in info.tensors)
         half = whole_pages(min(bucket_bytes, needed, MAX_HALF))
         size, secret = FLAGS + 2 * half, secrets.token_hex(16)
@@ -334,7 +335,12 @@ class CudaIpcReceiver:
         if owner is None:
             raise self._refused(f"this rank does not see the GPU {uuid}")
         with torch.cuda.device(owner):
-            self._memory = torch.as_tensor(_Mapped(handle, size, owner, self._flag), device=owner)
+            mapped = _Mapped(handle, size, owner, self._flag, self._reads())
+            self._memory = torch.as_tensor(mapped, device=owner)
+
+    def _reads(self) -> Any:
+        """The stream on which this rank reads: the staging thread's."""
+        return torch.cuda.current_stream(self._device)
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
         return half_of(self._memory, FLAGS, self._shared.half, header, self._rank)
@@ -359,7 +365,8 @@ class CudaIpcReceiver:
         if owner is None:
             raise self._refused(f"this rank does not see the GPU {uuid}")
         with torch.cuda.device(owner):
-            return torch.as_tensor(_Region(handle, size, owner, memory), device=owner)
+            region = _Region(handle, size, owner, memory, self._reads())
+            return torch.as_tensor(region, device=owner)
 
     def close(self) -> None:
         # Unmapped when the last view is gone; the flag is cleared after all else.
@@ -374,10 +381,14 @@ class _Region(ForeignMemory):
     """An allocation of the sender's own, as long as the update or a view lasts.
 
     ``memory``: that with the flags, which says that this process is reading until this is gone.
+    ``reads``: the stream of what reads it.
     """
 
-    def __init__(self, handle: bytes, nbytes: int, device: torch.device, memory: Tensor) -> None:
-        self._runtime, self._device, self._memory = cuda_memory.Runtime(), device, memory
+    def __init__(
+        self, handle: bytes, nbytes: int, device: torch.device, memory: Tensor, reads: Any
+    ) -> None:
+        self._runtime, self._device, self._memory = cuda_memory.runtime(), device, memory
+        self._reads = reads
         super().__init__(self._runtime.open(handle), nbytes)
         found = self._runtime.around(self.pointer)
         if found.start + found.nbytes < self.pointer + nbytes:
@@ -388,7 +399,7 @@ class _Region(ForeignMemory):
         if not pointer:
             return
         try:
-            torch.cuda.synchronize(self._device)  # a launch may still read it
+            self._reads.synchronize()  # a launch may still read it
             with torch.cuda.device(self._device):
                 self._runtime.close(pointer)
         except (TransferFailed, RuntimeError) as error:
@@ -396,20 +407,27 @@ class _Region(ForeignMemory):
 
 
 class _Mapped(ForeignMemory):
-    """A sender's memory in this process: flagged while it is open, unmapped at its end."""
+    """A sender's memory in this process: flagged while it is open, unmapped at its end.
 
-    def __init__(self, handle: bytes, nbytes: int, device: torch.device, flag: int) -> None:
-        self._runtime, self._device, self._flag = cuda_memory.Runtime(), device, flag
+    ``reads``: the stream of what reads it.
+    """
+
+    def __init__(
+        self, handle: bytes, nbytes: int, device: torch.device, flag: int, reads: Any
+    ) -> None:
+        self._runtime, self._device, self._flag = cuda_memory.runtime(), device, flag
+        self._reads, self._writes = reads, torch.cuda.current_stream(device).cuda_stream
         super().__init__(self._runtime.open(handle), nbytes)
-        self._runtime.set_byte(self.pointer + flag, _OPEN)
+        self._runtime.set_byte(self.pointer + flag, _OPEN, self._writes)
 
     def __del__(self) -> None:
         pointer = getattr(self, "pointer", 0)
         if not pointer:
             return
         try:
+            self._reads.synchronize()
             with torch.cuda.device(self._device):
-                self._runtime.set_byte(pointer + self._flag, _CLOSED)
+                self._runtime.set_byte(pointer + self._flag, _CLOSED, self._writes)
                 self._runtime.close(pointer)
         except TransferFailed as error:
             _log.warning("a sender's GPU memory could not be unmapped: %s", error)

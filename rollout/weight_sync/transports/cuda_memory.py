@@ -12,6 +12,7 @@ import ctypes
 import hmac
 import struct
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from uuid import UUID
 
@@ -40,6 +41,12 @@ class _Handle(ctypes.Structure):
     """``cudaIpcMemHandle_t``; it is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+@cache
+def runtime() -> Runtime:
+    """The one of this process; ``ConfigError`` where the library cannot be loaded."""
+    return Runtime()
 
 
 class Runtime:
@@ -107,11 +114,13 @@ class Runtime:
         if code:
             raise TransferFailed(f"the driver knows nothing of the address {pointer:#x} ({code})")
 
-    def set_byte(self, pointer: int, value: int) -> None:
-        """Write one byte of the current GPU after everything that was asked of it before."""
-        self._call("cudaDeviceSynchronize")
-        self._call("cudaMemset", ctypes.c_void_p(pointer), value, ctypes.c_size_t(1))
-        self._call("cudaDeviceSynchronize")
+    def set_byte(self, pointer: int, value: int, stream: int) -> None:
+        """Write one byte after everything that was asked of ``stream`` before, and wait for that
+        alone: what other streams have to do, such as steps, may last.
+        """
+        at = ctypes.c_void_p(stream)
+        self._call("cudaMemsetAsync", ctypes.c_void_p(pointer), value, ctypes.c_size_t(1), at)
+        self._call("cudaStreamSynchronize", at)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)

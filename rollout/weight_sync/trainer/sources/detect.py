@@ -279,6 +279,7 @@ class Detected:
         from rollout.weight_sync.trainer.sources.plain import PlainSource
 
         weights = bare_module(obj) if isinstance(obj, nn.Module) else obj
+        items = None
         if self.ranks is None:
             from rollout.weight_sync.trainer.sources.codes import holds_codes
             from rollout.weight_sync.trainer.sources.iterable import CodesSource
@@ -286,7 +287,7 @@ class Detected:
             items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
             if holds_codes(items):
                 return CodesSource(items, naming, group)
-        return PlainSource(weights, naming, group)
+        return PlainSource(weights, naming, group, items)
 
 
 def detect(obj: Any, *, take_first: bool = True) -> Detected:

@@ -21,8 +21,16 @@ class PlainSource(BoundSource):
     meta tensors; no rank waits for another inside ``__iter__``.
     """
 
-    def __init__(self, weights: nn.Module | Pairs, naming: Naming, agreement: RankGroup) -> None:
-        items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
+    def __init__(
+        self,
+        weights: nn.Module | Pairs,
+        naming: Naming,
+        agreement: RankGroup,
+        items: list[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        """``items``: what ``weights`` hold, where the caller has looked."""
+        if items is None:
+            items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
         check_all(items)
         super().__init__(weights, items, naming, agreement)
         self._place: BufferFor = lambda dtype, shape: None
@@ -35,7 +43,8 @@ class PlainSource(BoundSource):
         self._stays = stays
 
     def at_hand(self) -> list[tuple[str, Tensor]]:
-        return [(name, readable(name, tensor)) for name, tensor in self._bound.items()]
+        plain = ((name, tensor.detach()) for name, tensor in self._bound.items())  # all checked
+        return [(name, x.resolve_neg() if x.is_neg() else x) for name, x in plain]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._bound.items():

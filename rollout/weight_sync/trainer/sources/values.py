@@ -178,12 +178,16 @@ class Incoming:
             self.inner.leave(left)
 
     def at_hand(self) -> list[tuple[str, Tensor]] | None:
-        """Of adapters alone: all tensors as they are, where no rank has to gather any."""
-        if self.models or not isinstance(self.inner, AtHandSource):
+        """All tensors as they are, where no rank has to gather any."""
+        if not isinstance(self.inner, AtHandSource):
             return None
         found = self.inner.at_hand()
-        for name, tensor in {tensor.dtype: (name, tensor) for name, tensor in found or ()}.values():
-            self._check_dtype(name, tensor)
+        if self.models:
+            for name, tensor in found or ():
+                self._check_dtype(name, tensor)
+        else:  # the dtypes of an adapter's tensors are not told one by one
+            for name, tensor in {x.dtype: (name, x) for name, x in found or ()}.values():
+                self._check_dtype(name, tensor)
         return found
 
     @property

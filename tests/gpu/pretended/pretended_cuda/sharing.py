@@ -95,7 +95,7 @@ class Runtime:
         found = segment_at(pointer)
         return Allocation(pointer, 1 << 62, False) if found is None else found
 
-    def set_byte(self, pointer: int, value: int) -> None:
+    def set_byte(self, pointer: int, value: int, stream: int) -> None:
         ctypes.memset(pointer, value, 1)
 
     def close(self, pointer: int) -> None:
