@@ -148,7 +148,7 @@ def _sharded(request: LoadRequest) -> Files:
 def _dummy(request: LoadRequest) -> Files:
     if not request.metadata:
         raise ConfigError("load_format='dummy' needs the model's metadata: names and shapes")
-    return DummyFiles(request.metadata, request.seed)
+    return DummyFiles(request.metadata, request.seed, request.device)
 
 
 def open_checkpoint(
@@ -183,11 +183,17 @@ def open_location(
     metadata: Sequence[TensorMeta] = (),
     seed: int = 0,
     progress: bool = False,
+    device: str = "cpu",
 ) -> Checkpoint:
-    """As ``open_checkpoint``, of a directory, that need not have a ``config.json``, or a URL."""
+    """As ``open_checkpoint``, of a directory, that need not have a ``config.json``, or a URL.
+
+    ``device``: where what is read will lie; made-up values are made there.
+    """
     find_loader(load_format)
     load_format = _found(location) if load_format == "auto" else load_format
-    request = LoadRequest(location=location, load_format=load_format, metadata=metadata, seed=seed)
+    request = LoadRequest(
+        location=location, load_format=load_format, metadata=metadata, seed=seed, device=device
+    )
     files = find_loader(load_format)(request)
     if not all(callable(getattr(files, verb, None)) for verb in ("metadata", "read", "close")):
         raise ConfigError(

@@ -21,13 +21,14 @@ class LoadRequest:
     """What a loader is asked for. ``location``: a directory, or a URL (``remote.py``).
 
     ``metadata``: the model's complete set, in file form and the engine's dtype, where it is known.
-    ``seed``: of made-up values.
+    ``seed``: of made-up values. ``device``: where what is read will lie.
     """
 
     location: str
     load_format: str = "auto"
     metadata: Sequence[TensorMeta] = ()
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def directory(self) -> Path:

@@ -30,10 +30,11 @@ from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import DrawGraphs
 from rollout.errors import ChecksumMismatch
 from rollout.kernels import gpu_launch
+from rollout.loader.dummy import DummyFiles
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.delta import decode
 from rollout.weight_sync.protocol.messages import BucketEntry
-from rollout.weights import Box
+from rollout.weights import Box, TensorMeta
 
 pytestmark = [
     pytest.mark.gpu,
@@ -377,6 +378,16 @@ def test_changes_are_found_coded_and_read_on_the_card() -> None:
     read = torch.zeros(box.shape).cuda()
     read.view(-1)[patch.positions] = patch.values
     assert torch.equal(read.cpu(), new)
+
+
+def test_made_up_weights_are_those_of_a_cpu() -> None:
+    meta = TensorMeta("x.norm.weight", torch.bfloat16, (70, 41))
+    box = Box((3, 5), (70, 40))
+    here, there = (
+        DummyFiles([meta], 7, torch.device(d)).read(meta.name, box) for d in ("cpu", "cuda")
+    )
+    assert there.is_cuda
+    assert torch.equal(here, there.cpu())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")

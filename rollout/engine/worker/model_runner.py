@@ -333,6 +333,7 @@ class ModelRunner:
                     ],
                     seed=self.config.seed or 0,  # of made-up weights, the same on all ranks
                     progress=self.config.progress and self.tp.rank == 0,
+                    device=str(self.device),
                 )
                 opened.append(checkpoint)
                 stream = _named(component, stack.enter_context(checkpoint))
