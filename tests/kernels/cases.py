@@ -341,6 +341,22 @@ def _linears() -> Iterator[Case]:
             yield Case("linear", name, packed)
             yield Case("gated_linear", name, packed)
 
+    for rows in (1, 2, 16, 17):
+        for outputs, inputs, bias in ((24, 192, True), (70, 1088, False)):
+
+            def few(
+                t: torch.dtype,
+                size: tuple[int, int, int] = (rows, outputs, inputs),
+                bias: bool = bias,
+            ) -> tuple[Any, ...]:
+                rows, *shape = size
+                weight, x = (_randn(*shape) / 64).to(t), _randn(rows, shape[1] + 3, seed=1).to(t)
+                held = _randn(shape[0], seed=2).to(t) if bias else None
+                return x[:, : shape[1]], weight, held, PLAIN, tuple(shape)
+
+            yield Case("linear", f"few-{rows, outputs, inputs}", few)
+            yield Case("gated_linear", f"few-{rows, outputs, inputs}", few)
+
 
 def _scans() -> Iterator[Case]:
     for rows, vocab in ((1, 1), (3, 511), (2, 512), (4, 1300), (0, 40), (5, 7000)):

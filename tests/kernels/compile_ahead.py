@@ -84,6 +84,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from _attentions()
     yield from _selections()
     yield from _experts()
+    yield from _linears()
     yield from _deltas()
     yield from _adapters()
 
@@ -173,6 +174,19 @@ def _selections() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "select_tokens", lambda: kernel("select_tokens")(*args)
 
 
+def _linears() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Of few rows: those of 8 B parameters."""
+    for rows in (1, 8):
+        for outputs, inputs in ((6144, 4096), (28672, 4096), (4096, 14336)):
+            x, weight = (
+                torch.zeros(rows, inputs, dtype=BF16),
+                torch.zeros(outputs, inputs, dtype=BF16),
+            )
+            args = (x, weight, None, PLAIN, (outputs, inputs))
+            yield "linear", lambda args=args: kernel("linear")(*args)
+            yield "gated_linear", lambda args=args: kernel("gated_linear")(*args)
+
+
 def _experts() -> Iterator[tuple[str, Callable[[], Any]]]:
     w13, w2 = torch.zeros(8, 1536, 2048, dtype=BF16), torch.zeros(8, 2048, 768, dtype=BF16)
     for tokens in (2, 128):
@@ -213,14 +227,16 @@ def compile_launch(launch: Launch) -> Any:
     return triton.compile(source, target=TARGET, options=options)
 
 
-def _waits(ptx: str) -> bool | None:
-    """Whether the kernel waits for the one before it ahead of all that it reads and writes; None:
-    it does not overlap.
+def _waits(ptx: str, weights_first: bool) -> bool | None:
+    """Whether the kernel waits for the one before it ahead of all that it reads and writes, but
+    for weights that it reads first; None: it does not overlap.
     """
     wait = ptx.find("griddepcontrol.wait")
     if wait < 0:
         return None
-    accesses = ("ld.global", "st.global", "cp.async", "atom.global")
+    accesses = ["ld.global", "st.global", "cp.async", "atom.global"]
+    if weights_first:
+        return ptx.find("ld.global") < wait < ptx.find("st.global")
     return all(wait < at for op in accesses if (at := ptx.find(op)) >= 0)
 
 
@@ -241,7 +257,7 @@ def main() -> None:
         try:
             compiled = compile_launch(launch)
             row["shared"] = compiled.metadata.shared
-            row["waits"] = _waits(compiled.asm["ptx"])
+            row["waits"] = _waits(compiled.asm["ptx"], launch.kernel.__name__ == "_one")
             row["contracts"] = "fma." in compiled.asm["ptx"]
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:2000]

@@ -150,7 +150,8 @@ def attend(
         *(q, k_cache, v_cache, parts, weights, sunk, query_starts, context_lens, block_tables),
         *(scale * _LOG2_E, softcap * _LOG2_E, window),
         *(q.stride(0), q.stride(1), block_tables.stride(0), tokens, sequences),
-        *(kv_heads, block),
+        kv_heads,
+        BLOCK=block,
         GROUP=heads // kv_heads,
         DIM=dim,
         BLOCK_D=max(16, power_of_2(dim)),
@@ -224,7 +225,7 @@ def _attend(
     tokens,
     sequences,
     kv_heads,
-    block,
+    BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -240,6 +241,8 @@ def _attend(
 ):
     await_kernel_before(OVERLAP)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if QUERIES > 1:  # what sees most keys begins first, so that none is left at the end
+        tile = tl.num_programs(0) - 1 - tile
     sequence = sequence_of(tile, query_starts, sequences, QUERIES)
     start = tl.load(query_starts + sequence)
     stop = tl.load(query_starts + sequence + 1)
@@ -271,33 +274,23 @@ def _attend(
         low = begins + split * each
         high = tl.minimum(low + each, end)
         table = block_tables + sequence.to(tl.int64) * table_row
-        for begin in range(low, high, KEYS):
-            key = begin + tl.arange(0, KEYS)
-            real = key < end
-            if WINDOW:  # what lies before it may be anything by now
-                real = real & (key > context - stop + first - window)
-            page = tl.load(table + key // block, mask=real, other=0).to(tl.int64)
-            where = ((page * kv_heads + kv_head) * block + key % block) * DIM
-            there = where[:, None] + column[None, :]
-            both = real[:, None] & inside[None, :]
-            keys = tl.load(k_cache + there, mask=both, other=0.0)
-            scores = tl.zeros([ROWS, KEYS], tl.float32)
-            scores = multiply(rows, tl.trans(keys), scores, IEEE) * scale
-            if CAP:
-                scores = _bend(scores, cap)
-            seen = key[None, :] <= position[:, None]
-            if WINDOW:
-                seen = seen & (key[None, :] > position[:, None] - window)
-            scores = tl.where(seen & real[None, :], scores, float("-inf"))
-            peak = tl.maximum(best, tl.max(scores, 1))
-            anchor = tl.where(peak == float("-inf"), 0.0, peak)
-            shrink = tl.exp2(best - anchor)
-            chances = tl.exp2(scores - anchor[:, None])
-            mass = mass * shrink + tl.sum(chances, 1)
-            values = tl.load(v_cache + there, mask=both, other=0.0)
-            chances = narrow(chances, v_cache.dtype.element_ty)
-            total = multiply(chances, values, total * shrink[:, None], IEEE)
-            best = peak
+        oldest = context - stop + first - window  # before it may lie anything by now
+        # Most keys are seen by all rows, and need no mask.
+        middle = low
+        if not WINDOW:
+            middle = tl.maximum(low, tl.minimum(high, (context - stop + first + 1) // KEYS * KEYS))
+        for begin in range(low, middle, KEYS):
+            best, mass, total = _attend_to(
+                *(begin, end, oldest, rows, position, best, mass, total, k_cache, v_cache, table),
+                *(kv_heads, kv_head, column, inside, scale, cap, window),
+                *(BLOCK, DIM, ROWS, KEYS, IEEE, False, WINDOW, CAP),
+            )
+        for begin in range(middle, high, KEYS):
+            best, mass, total = _attend_to(
+                *(begin, end, oldest, rows, position, best, mass, total, k_cache, v_cache, table),
+                *(kv_heads, kv_head, column, inside, scale, cap, window),
+                *(BLOCK, DIM, ROWS, KEYS, IEEE, True, WINDOW, CAP),
+            )
         if SINKS and SPLITS == 1:
             sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _TO_LOG2
             top = tl.maximum(best, sink)
@@ -316,6 +309,71 @@ def _attend(
             flat += split.to(tl.int64) * tokens * heads
             tl.store(out + flat[:, None] * DIM + column[None, :], total, mask=mask)
             tl.store(weights + flat, best + tl.log2(whole), mask=live)
+
+
+@triton.jit
+def _attend_to(
+    begin,
+    end,
+    oldest,
+    rows,
+    position,
+    best,
+    mass,
+    total,
+    k_cache,
+    v_cache,
+    table,
+    kv_heads,
+    kv_head,
+    column,
+    inside,
+    scale,
+    cap,
+    window,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    IEEE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    """One tile of keys; not MASKED: every row sees all of them."""
+    key = begin + tl.arange(0, KEYS)
+    if MASKED:
+        real = key < end
+        if WINDOW:
+            real = real & (key > oldest)
+        page = tl.load(table + key // BLOCK, mask=real, other=0).to(tl.int64)
+        both = real[:, None] & inside[None, :]
+    else:
+        page = tl.load(table + key // BLOCK).to(tl.int64)
+        both = inside[None, :]
+    where = ((page * kv_heads + kv_head) * BLOCK + key % BLOCK) * DIM
+    there = where[:, None] + column[None, :]
+    keys = tl.load(k_cache + there, mask=both, other=0.0)
+    scores = tl.zeros([ROWS, KEYS], tl.float32)
+    scores = multiply(rows, tl.trans(keys), scores, IEEE) * scale
+    if CAP:
+        scores = _bend(scores, cap)
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen & real[None, :], scores, float("-inf"))
+    peak = tl.maximum(best, tl.max(scores, 1))
+    anchor = peak
+    if MASKED:
+        anchor = tl.where(peak == float("-inf"), 0.0, peak)
+    shrink = tl.exp2(best - anchor)
+    chances = tl.exp2(scores - anchor[:, None])
+    mass = mass * shrink + tl.sum(chances, 1)
+    values = tl.load(v_cache + there, mask=both, other=0.0)
+    chances = narrow(chances, v_cache.dtype.element_ty)
+    total = multiply(chances, values, total * shrink[:, None], IEEE)
+    return peak, mass, total
 
 
 @triton.jit
