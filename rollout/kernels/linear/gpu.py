@@ -8,6 +8,7 @@ whose weights it asks for before it waits for the kernel that computes the row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -70,7 +71,7 @@ def multiply_rows(
     out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     cut = cut or (ONE if len(flat) == 1 else FEW)
     arguments = (flat, weight, out if bias is None else bias, out)
-    constants: dict[str, int] = {"BIAS": bias is not None, "GATED": gated}
+    constants: dict[str, Any] = {"BIAS": bias is not None, "GATED": gated}
     constants |= {"OUTPUTS": cut.outputs, "INPUTS": cut.inputs}
     grid = (triton.cdiv(outputs, cut.outputs),)
     if len(flat) == 1:
