@@ -1,4 +1,4 @@
-"""``gated_linear`` on a GPU: of few rows one kernel, else torch's matrix product and one pass."""
+"""``gated_linear`` on a GPU: of one row one kernel, else torch's matrix product and one pass."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def gated_linear(
     x: Tensor, storage: Tensor, bias: Tensor | None, layout: Layout, shape: tuple[int, int]
 ) -> Tensor:
     if gpu.takes(x, storage, bias, layout):
-        return gpu.multiply_rows(x, storage, bias, gated=True)
+        return gpu.multiply_row(x, storage, bias, gated=True)
     return silu_mul(linear.reference(x, storage, bias, layout, shape))

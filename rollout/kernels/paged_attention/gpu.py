@@ -166,6 +166,8 @@ def attend(
         warps=tiles.warps,
         stages=tiles.stages,
         overlap=True,
+        # A tile of keys gives a row the same bits with a mask and without one.
+        contract=False,
     )
     if splits > 1:
         size = power_of_2(dim)
@@ -195,7 +197,8 @@ def _prefill_tiles(group: int, dim: int, dtype: torch.dtype) -> Tiles:
     rows = max(64 if wide else 128, power_of_2(group))
     if dim > 256:
         rows = max(16 if dim > _WIDE else 32, power_of_2(group))
-    keys = _keys(dim, dtype, 64)
+    # Measured on an H200 with heads of 128: 128 keys at a time are 1.1 to 1.25 times as fast as 64.
+    keys = _keys(dim, dtype, 64) if wide else 128
     return Tiles(rows, rows // group, keys, 1, warps=8 if rows >= 128 else 4, stages=2)
 
 
@@ -355,20 +358,21 @@ def _attend_to(
     there = where[:, None] + column[None, :]
     keys = tl.load(k_cache + there, mask=both, other=0.0)
     scores = tl.zeros([ROWS, KEYS], tl.float32)
-    scores = multiply(rows, tl.trans(keys), scores, IEEE) * scale
+    scores = multiply(rows, tl.trans(keys), scores, IEEE)
     if CAP:
-        scores = _bend(scores, cap)
+        scores = _bend(scores * scale, cap)
+        scale = 1.0
     if MASKED:
         seen = key[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen & real[None, :], scores, float("-inf"))
-    peak = tl.maximum(best, tl.max(scores, 1))
+    peak = tl.maximum(best, tl.max(scores, 1) * scale)
     anchor = peak
     if MASKED:
         anchor = tl.where(peak == float("-inf"), 0.0, peak)
     shrink = tl.exp2(best - anchor)
-    chances = tl.exp2(scores - anchor[:, None])
+    chances = tl.exp2(tl.fma(scores, tl.full([ROWS, KEYS], scale, tl.float32), -anchor[:, None]))
     mass = mass * shrink + tl.sum(chances, 1)
     values = tl.load(v_cache + there, mask=both, other=0.0)
     chances = narrow(chances, v_cache.dtype.element_ty)
