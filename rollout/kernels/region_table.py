@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 BLOCK, ROUNDS = 512, 16  # with 2 warps the best of 27 shapes that were measured on an H100
+_WORDS, _BYTES = 8, 16  # elements that a thread reads at once, and where they may begin
 MOST_ROWS = 64  # of one region: what is cut up more goes by itself
 NARROW, MOST_NARROW = 64, 64  # lines of fewer columns leave a block idle: so many, and no more
 _KEPT = 64  # plans: an update of many buckets takes one for each
@@ -69,6 +70,13 @@ class RegionTables:
         """What was planned lies elsewhere now."""
         with self._lock:
             self._plans.clear()
+
+
+def is_whole(address: int, lines: int, columns: int, stride: int) -> bool:
+    """Whether lines of so many elements, ``stride`` apart, are whole blocks of wide words: so are
+    all large weights, whatever part of them a rank has.
+    """
+    return not (address % _BYTES or columns % BLOCK or (lines > 1 and stride % _WORDS))
 
 
 def is_too_narrow(lines: int, columns: int) -> bool:

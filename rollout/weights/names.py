@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ DERIVED = frozenset({"inv_freq"})
 WIDE = frozenset({"e_score_correction_bias", "A_log", "dt_bias", "D", "lora_magnitude_vector"})
 
 
+@lru_cache(maxsize=1 << 16)  # every update asks for the same names
 def file_form(name: str) -> str:
     """``name`` without the components that wrappers and PEFT added.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -49,6 +50,14 @@ class Spellings:
         know the same tensors agree without a word; and from ``slots`` of whole tensors of the files
         in those of memory (``param``), of which they have to speak.
         """
+        return cls._of(tuple(shapes.items()), tuple(slots))
+
+    @classmethod
+    @lru_cache(maxsize=16)  # every update asks for those of the same tensors
+    def _of(
+        cls, tensors: tuple[tuple[str, Shape], ...], slots: tuple[WeightSlot, ...]
+    ) -> Spellings:
+        shapes = dict(tensors)
         layers: dict[str, dict[str, dict[int, Shape]]] = defaultdict(lambda: defaultdict(dict))
         renames: dict[str, str] = {}
         for name, shape in shapes.items():

@@ -62,8 +62,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
         many, place = [wide, wide[:, 7:]], DigestedAs((3, 4096), box, BF16)
         part = DigestedAs((3, 4096), Box((0, 7), (3, 4096)), BF16)
         yield "copy_regions", lambda m=many: kernel("copy_regions")([x, x[:, 7:]], m)
-        at = [place, part]
-        yield "digest_regions", lambda m=many, a=at: kernel("digest_regions")(m, a)
+        yield "digest_regions", lambda m=many, a=[place, part]: kernel("digest_regions")(m, a)
     yield "scan_logits", lambda: kernel("scan_logits")(torch.zeros(2, 128256, dtype=BF16))
     warm = torch.ones(2)
     yield "scan_logits", lambda: kernel("scan_logits")(torch.zeros(2, 32000), warm)
@@ -258,6 +257,7 @@ def main() -> None:
             compiled = compile_launch(launch)
             row["shared"] = compiled.metadata.shared
             row["waits"] = _waits(compiled.asm["ptx"], launch.kernel.__name__ == "_one")
+            row["words"] = "ld.global.v4" in compiled.asm["ptx"]
             row["contracts"] = "fma." in compiled.asm["ptx"]
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:2000]

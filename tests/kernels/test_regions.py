@@ -25,6 +25,7 @@ PAIRS = [
     for b in FLOATS
 ]
 SHAPES = ((), (1,), (700,), (3, 5), (9, 600), (2, 3, 4), (70, 32), (70, 30), (0, 4))
+WHOLE = ((5, 1024), (9216,), (2, 3, 512))  # of whole blocks
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -62,7 +63,9 @@ def test_many_copies_at_once_give_what_single_ones_give(
     given: torch.dtype, wanted: torch.dtype, backend: str
 ) -> None:
     sources = [
-        view for n, shape in enumerate(SHAPES) for view in _views(_values(shape, given, seed=n))
+        view
+        for n, shape in enumerate((*SHAPES, *WHOLE))
+        for view in _views(_values(shape, given, seed=n))
     ]
     expected = [source.to(wanted).contiguous() for source in sources]
     targets = [torch.full_like(source, 7, dtype=wanted) for source in sources]
@@ -93,7 +96,7 @@ def test_many_digests_at_once_are_those_of_single_ones(
     given: torch.dtype, wanted: torch.dtype, backend: str
 ) -> None:
     values, places = [], []
-    for n, shape in enumerate((*SHAPES[:6], SHAPES[-1])):
+    for n, shape in enumerate((*SHAPES[:6], SHAPES[-1], *WHOLE)):
         for view in _views(_values(shape, given, seed=n)):
             starts = tuple(range(1, view.dim() + 1))
             box = Box(starts, tuple(a + b for a, b in zip(starts, view.shape, strict=True)))
@@ -101,6 +104,7 @@ def test_many_digests_at_once_are_those_of_single_ones(
             values.append(view)
     values[2][5] = float("nan")
     values[2][6] = float("-inf")
+    values[-10][2, 1000] = float("nan")  # so in its columns, every other line, and turned
     found = _run(digest_regions, backend)(values, places)
     for (total, bad), value, place in zip(found, values, places, strict=True):
         count = [0]
@@ -109,7 +113,7 @@ def test_many_digests_at_once_are_those_of_single_ones(
         # The digits of a NaN that was cast are the device's own.
         assert bad == count[0]
         assert total == right or (bad and given != wanted)
-    assert [bad for _, bad in found if bad] == [2]
+    assert [bad for _, bad in found if bad] == [2, 1, 1, 1, 1]
 
 
 def test_a_plan_is_made_once_for_regions_that_stay_where_they_are() -> None:

@@ -20,6 +20,7 @@ from rollout.kernels.region_table import (
     RegionTables,
     Row,
     is_too_narrow,
+    is_whole,
     make_table,
 )
 
@@ -27,13 +28,13 @@ _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-Pair = tuple[torch.dtype, torch.dtype]
+Kind = tuple[torch.dtype, torch.dtype, bool]  # of the source, of the target; see ``is_whole``
 
 
 def copy_regions(
     targets: Sequence[Tensor], sources: Sequence[Tensor], tables: RegionTables | None = None
 ) -> None:
-    def plan() -> tuple[dict[Pair, RegionTable], list[int]]:
+    def plan() -> tuple[dict[Kind, RegionTable], list[int]]:
         return _plan(targets, sources)
 
     here = targets[0].device if targets else None
@@ -43,7 +44,7 @@ def copy_regions(
         groups, alone = tables.planned(places_of((*targets, *sources)), (), plan)
     for index in alone:
         targets[index].copy_(sources[index])
-    for (given, wanted), table in groups.items():
+    for (given, wanted, whole), table in groups.items():
         same = given == wanted
         launch(
             _copy,
@@ -52,6 +53,7 @@ def copy_regions(
             SOURCE=_BITS[given.itemsize] if same else _FLOATS[given],
             TARGET=_BITS[wanted.itemsize] if same else _FLOATS[wanted],
             CAST=not same,
+            WHOLE=whole,
             BLOCK=BLOCK,
             ROUNDS=table.rounds,
             warps=2,
@@ -60,9 +62,9 @@ def copy_regions(
 
 def _plan(
     targets: Sequence[Tensor], sources: Sequence[Tensor]
-) -> tuple[dict[Pair, RegionTable], list[int]]:
-    """A table for each pair of dtypes, and what goes by itself."""
-    groups: dict[Pair, list[tuple[Row, int]]] = {}
+) -> tuple[dict[Kind, RegionTable], list[int]]:
+    """A table for each kind, and what goes by itself."""
+    groups: dict[Kind, list[tuple[Row, int]]] = {}
     alone: list[int] = []
     for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
         assert target.shape == source.shape, f"{target.shape} and {source.shape} differ"
@@ -71,10 +73,14 @@ def _plan(
         rows = _rows(target, source)
         if rows is None:
             alone.append(index)
-        else:
-            groups.setdefault((source.dtype, target.dtype), []).extend(rows)
+            continue
+        whole = all(
+            is_whole(a, lines, columns, here) and is_whole(b, lines, columns, there)
+            for (a, b, lines, columns, _, here, there), _ in rows
+        )
+        groups.setdefault((source.dtype, target.dtype, whole), []).extend(rows)
     at = targets[0].device
-    return {pair: make_table(rows, at) for pair, rows in groups.items()}, alone
+    return {kind: make_table(rows, at) for kind, rows in groups.items()}, alone
 
 
 def _rows(target: Tensor, source: Tensor) -> list[tuple[Row, int]] | None:
@@ -115,6 +121,7 @@ def _copy(
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     CAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
@@ -125,16 +132,31 @@ def _copy(
     target = tl.load(row + 1).to(tl.pointer_type(TARGET))
     lines, columns, per_line = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     source_stride, target_stride = tl.load(row + 5), tl.load(row + 6)
+    if WHOLE:  # with what it knows of addresses the compiler makes wide words of elements
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+        source_stride = tl.multiple_of(source_stride, 8)
+        target_stride = tl.multiple_of(target_stride, 8)
     first = tl.load(firsts + program)
     line = first // per_line
     block = first - line * per_line
-    for _ in range(ROUNDS):
-        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-        live = at < tl.where(line < lines, columns, 0)
-        value = tl.load(source + line * source_stride + at, mask=live, other=0)
+    rounds = tl.minimum(lines * per_line - first, ROUNDS).to(tl.int32)
+    lane = tl.arange(0, BLOCK)
+    behind = (per_line - 1) * BLOCK  # a line's last block
+    here, there = line * source_stride + block * BLOCK, line * target_stride + block * BLOCK
+    for _ in range(rounds):
+        if WHOLE:
+            value = tl.load(source + here + lane)
+        else:
+            live = lane < columns - block * BLOCK
+            value = tl.load(source + here + lane, mask=live, other=0)
         if CAST:
             value = narrow(value.to(tl.float32), TARGET)
-        tl.store(target + line * target_stride + at, value, mask=live)
+        if WHOLE:
+            tl.store(target + there + lane, value)
+        else:
+            tl.store(target + there + lane, value, mask=live)
         block += 1
-        line += (block == per_line).to(tl.int64)
-        block = tl.where(block == per_line, 0, block)
+        ends = block == per_line
+        here += tl.where(ends, source_stride - behind, BLOCK)
+        there += tl.where(ends, target_stride - behind, BLOCK)
+        block = tl.where(ends, 0, block)

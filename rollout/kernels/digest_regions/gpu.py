@@ -24,6 +24,7 @@ from rollout.kernels.region_table import (
     RegionTables,
     Row,
     is_too_narrow,
+    is_whole,
     make_table,
 )
 
@@ -31,12 +32,12 @@ _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-Pair = tuple[torch.dtype, torch.dtype]
+Kind = tuple[torch.dtype, torch.dtype, bool]  # given, digested as; see ``is_whole``
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Regions of one pair of dtypes; ``regions``: whose rows they are, one after the other."""
+    """Regions of one kind; ``regions``: whose rows they are, one after the other."""
 
     table: RegionTable
     regions: list[int]
@@ -49,7 +50,7 @@ def digest_regions(
     places: Sequence[DigestedAs],
     tables: RegionTables | None = None,
 ) -> list[tuple[int, int]]:
-    def plan() -> tuple[dict[Pair, _Group], list[int]]:
+    def plan() -> tuple[dict[Kind, _Group], list[int]]:
         return _plan(values, places)
 
     groups, alone = plan() if tables is None else tables.planned(places_of(values), places, plan)
@@ -58,7 +59,7 @@ def digest_regions(
         place, count = places[index], [0]
         total = digest(values[index].to(place.dtype), place.shape, place.box, count)
         found[index] = total, count[0]
-    sums = [_launch(*pair, group) for pair, group in groups.items()]
+    sums = [_launch(*kind, group) for kind, group in groups.items()]
     told = torch.cat(sums, 1).tolist() if sums else [[], []]  # one wait for all
     owners = [index for group in groups.values() for index in group.regions]
     for index, total, count in zip(owners, *told, strict=True):
@@ -68,9 +69,9 @@ def digest_regions(
 
 def _plan(
     values: Sequence[Tensor], places: Sequence[DigestedAs]
-) -> tuple[dict[Pair, _Group], list[int]]:
-    """What is digested in one launch for each pair of dtypes, and what goes by itself."""
-    groups: dict[Pair, list[tuple[int, list[tuple[Row, int]]]]] = {}
+) -> tuple[dict[Kind, _Group], list[int]]:
+    """What is digested in one launch for each kind, and what goes by itself."""
+    groups: dict[Kind, list[tuple[int, list[tuple[Row, int]]]]] = {}
     alone: list[int] = []
     for index, (value, place) in enumerate(zip(values, places, strict=True)):
         assert tuple(value.shape) == place.box.shape, f"{value.shape} do not fill {place.box}"
@@ -80,9 +81,10 @@ def _plan(
         rows = _rows(value, place)
         if rows is None:
             alone.append(index)
-        else:
-            groups.setdefault((value.dtype, place.dtype), []).append((index, rows))
-    return {pair: _group(found, values[0].device) for pair, found in groups.items()}, alone
+            continue
+        whole = all(is_whole(row[0], row[2], row[3], row[5]) for row, _ in rows)
+        groups.setdefault((value.dtype, place.dtype, whole), []).append((index, rows))
+    return {kind: _group(found, values[0].device) for kind, found in groups.items()}, alone
 
 
 def _group(found: list[tuple[int, list[tuple[Row, int]]]], at: torch.device) -> _Group:
@@ -93,7 +95,7 @@ def _group(found: list[tuple[int, list[tuple[Row, int]]]], at: torch.device) -> 
     return _Group(table, [index for index, _ in found], begins, ends)
 
 
-def _launch(given: torch.dtype, wanted: torch.dtype, group: _Group) -> Tensor:
+def _launch(given: torch.dtype, wanted: torch.dtype, whole: bool, group: _Group) -> Tensor:
     """[2, regions] int64: the digest of each, and how many of its values are not finite."""
     table = group.table
     parts = torch.empty((2, *table.grid), dtype=torch.int64, device=table.rows.device)
@@ -107,9 +109,10 @@ def _launch(given: torch.dtype, wanted: torch.dtype, group: _Group) -> Tensor:
         BITS=_BITS[wanted.itemsize],
         CAST=not same,
         EXPONENT=EXPONENTS.get(wanted, 0),
+        WHOLE=whole,
         BLOCK=BLOCK,
         ROUNDS=table.rounds,
-        warps=4,
+        warps=2,
     )
     # Sums of integers, which may wrap around: differences of those so far are each region's.
     sums = torch.nn.functional.pad(parts.cumsum(1), (1, 0))
@@ -143,6 +146,12 @@ def _rows(value: Tensor, place: DigestedAs) -> list[tuple[Row, int]] | None:
 
 
 @triton.jit
+def _mixed(x):
+    """``x`` plus the product of its halves, of which hardware makes one instruction."""
+    return x.to(tl.uint32).to(tl.uint64) * (x >> 32).to(tl.uint32).to(tl.uint64) + x
+
+
+@triton.jit
 def _digest(
     table,
     owners,
@@ -153,36 +162,74 @@ def _digest(
     BITS: tl.constexpr,
     CAST: tl.constexpr,
     EXPONENT: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """A row: address, position, lines, columns, blocks of a line, the lines' strides of both."""
+    """A row: address, position, lines, columns, blocks of a line, the lines' strides of both.
+
+    An element costs about as many instructions as there is time for beside its way from memory:
+    what WHOLE says needs no masks and is read in wide words, the product of a position goes on from
+    the one before, and what is not finite is counted only where there is some.
+    """
     program = tl.program_id(0)
     row = table + tl.load(owners + program).to(tl.int64) * 7
     source = tl.load(row).to(tl.pointer_type(SOURCE))
     position = tl.load(row + 1) + 1
     lines, columns, per_line = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     stride, line_positions = tl.load(row + 5), tl.load(row + 6)
+    if WHOLE:  # with what it knows of addresses the compiler makes wide words of elements
+        source, stride = tl.multiple_of(source, 16), tl.multiple_of(stride, 8)
     first = tl.load(firsts + program)
+    lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.uint64)
-    found = tl.zeros([BLOCK], tl.int32)
+    worst = tl.zeros([BLOCK], BITS)
     line = first // per_line
     block = first - line * per_line
-    for _ in range(ROUNDS):
-        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-        live = at < tl.where(line < lines, columns, 0)
-        value = tl.load(source + line * stride + at, mask=live, other=0)
+    rounds = tl.minimum(lines * per_line - first, ROUNDS).to(tl.int32)
+    at = position + line * line_positions + block * BLOCK
+    key = (at + lane).to(tl.uint64) * 0x9E3779B97F4A7C15
+    behind = (per_line - 1) * BLOCK  # a line's last block
+    leap = (line_positions - behind).to(tl.uint64) * 0x9E3779B97F4A7C15
+    step = (behind * 0 + BLOCK).to(tl.uint64) * 0x9E3779B97F4A7C15
+    offset = line * stride + block * BLOCK
+    live = lane < tl.where(rounds > 0, columns - block * BLOCK, 0)
+    coming = tl.load(source + offset + lane, mask=live, other=0)
+    for n in range(rounds):
+        value, here = coming, live
+        block += 1
+        ends = block == per_line
+        offset += tl.where(ends, stride - behind, BLOCK)
+        block = tl.where(ends, 0, block)
+        # What comes next is on its way while this is added up.
+        left = tl.where(n + 1 < rounds, columns - block * BLOCK, 0)
+        if WHOLE:
+            left = tl.where(n + 1 < rounds, BLOCK, 0)
+        live = lane < left
+        coming = tl.load(source + offset + lane, mask=live, other=0)
         if CAST:
             value = narrow(value.to(tl.float32), TARGET).to(BITS, bitcast=True)
-        bits = value.to(tl.uint64)
-        x = (position + line * line_positions + at).to(tl.uint64) * 0x9E3779B97F4A7C15 + bits
-        x = (x & 0xFFFFFFFF) * (x >> 32) + x
-        x = (x & 0xFFFFFFFF) * (x >> 32) + x
-        total += tl.where(live, x, 0)
+        x = key + value.to(tl.uint64)
+        if not WHOLE:
+            x = tl.where(here, x, 0)  # of 0 comes 0
+        total += _mixed(_mixed(x))
         if EXPONENT != 0:
-            found += ((bits & EXPONENT) == EXPONENT).to(tl.int32)
-        block += 1
-        line += (block == per_line).to(tl.int64)
-        block = tl.where(block == per_line, 0, block)
+            worst = tl.maximum(worst, value & EXPONENT)
+        key += tl.where(ends, leap, step)
     tl.store(parts + program, tl.sum(total, 0).to(tl.int64, bitcast=True))
-    tl.store(parts + tl.num_programs(0) + program, tl.sum(found, 0).to(tl.int64))
+    count = program.to(tl.int64) * 0
+    some = False
+    if EXPONENT != 0:
+        some = tl.max(worst.to(tl.int32), 0) == EXPONENT
+    if some:
+        found = tl.zeros([BLOCK], tl.int64)
+        for n in range(rounds):
+            line = (first + n) // per_line
+            begin = (first + n - line * per_line) * BLOCK
+            live = lane < columns - begin
+            value = tl.load(source + line * stride + begin + lane, mask=live, other=0)
+            if CAST:
+                value = narrow(value.to(tl.float32), TARGET).to(BITS, bitcast=True)
+            found += ((value & EXPONENT) == EXPONENT).to(tl.int64)
+        count = tl.sum(found, 0)
+    tl.store(parts + tl.num_programs(0) + program, count)

@@ -63,7 +63,10 @@ def memory_fault(tensor: torch.Tensor) -> str | None:
         size, address = storage.nbytes(), storage.data_ptr()
     except RuntimeError:  # a wrapper of other tensors
         return freed
-    spans = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():
+        spans = tensor.numel() - 1
+    else:
+        spans = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + spans + 1) * tensor.element_size()
     return None if address and end <= size else freed
 

@@ -144,19 +144,44 @@ def pairs(weights: Pairs) -> list[tuple[str, Tensor]]:
 
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers in model order, a shared tensor once; local, no copies."""
-    found: list[tuple[str, Tensor]] = []
-    seen: set[int] = set()
-    for prefix, owner in module.named_modules():
+    found: dict[int, tuple[str, Tensor]] = {}
+    for prefix, owner in _named_modules(module):
         transient = owner._non_persistent_buffers_set
-        own: list[tuple[str, Tensor]] = [*owner.named_parameters(prefix, recurse=False)]
-        for name, buffer in owner.named_buffers(prefix, recurse=False):
-            if name.rsplit(".", 1)[-1] not in transient:
-                own.append((name, buffer))
-        for name, tensor in own:
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                found.append((name, tensor))
-    return found
+        for name, tensor in _own(owner, prefix):
+            if id(tensor) not in found and name.rsplit(".", 1)[-1] not in transient:
+                found[id(tensor)] = name, tensor
+    return list(found.values())
+
+
+def _named_modules(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """As ``named_modules()``, in a fraction of its time; see ``submodules``."""
+    if type(module).named_modules is not nn.Module.named_modules:
+        return list(module.named_modules())
+    found: dict[int, tuple[str, nn.Module]] = {}
+    left: list[tuple[str, nn.Module]] = [("", module)]
+    while left:
+        prefix, part = left.pop()
+        if id(part) in found:
+            continue
+        found[id(part)] = prefix, part
+        beneath = [(name, one) for name, one in part._modules.items() if one is not None]
+        left += [(f"{prefix}.{name}" if prefix else name, one) for name, one in reversed(beneath)]
+    return found.values()
+
+
+def _own(owner: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """A module's own parameters and buffers, as ``named_parameters`` and ``named_buffers`` do."""
+    kind = type(owner)
+    if kind.named_parameters is not nn.Module.named_parameters or (
+        kind.named_buffers is not nn.Module.named_buffers
+    ):
+        yield from owner.named_parameters(prefix, recurse=False)
+        yield from owner.named_buffers(prefix, recurse=False)
+        return
+    for held in (owner._parameters, owner._buffers):
+        for name, tensor in held.items():
+            if tensor is not None:
+                yield (f"{prefix}.{name}" if prefix else name), tensor
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
