@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -26,6 +30,7 @@ from rollout.weight_sync.transports.cuda_ipc import (
     wait_released,
     why_not,
 )
+from rollout.weight_sync.transports.cuda_memory import Allocation, Runtime
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
 from rollout.wire.codec import from_plain, to_plain
@@ -50,6 +55,34 @@ def _info(host: str | None = None, devices: tuple[str, ...] = (UUID,)) -> Weight
         host=host_id() if host is None else host,
         devices=devices,
     )
+
+
+DRIVER = r"""
+#include <stdbool.h>
+#include <stddef.h>
+int cuPointerGetAttributes(unsigned count, int *attributes, void **data, unsigned long long at) {
+    for (unsigned i = 0; i < count; i++) {
+        if (attributes[i] == 11) *(unsigned long long *)data[i] = at < 4096 ? 0 : at - at % 4096;
+        if (attributes[i] == 12) *(size_t *)data[i] = 123456;
+        if (attributes[i] == 10) *(bool *)data[i] = at < 8192;
+    }
+    return 0;
+}
+"""
+
+
+def test_the_driver_is_asked_for_an_allocation_in_one_call(tmp_path: Path) -> None:
+    """As its header has it, of which this one stands in for the library."""
+    source, library = tmp_path / "driver.c", tmp_path / "driver.so"
+    source.write_text(DRIVER)
+    command = [shutil.which("cc") or "gcc", "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    runtime = Runtime.__new__(Runtime)
+    runtime._driver = ctypes.CDLL(str(library))
+    assert runtime.around(4100) == Allocation(4096, 123456, shareable=True)
+    assert runtime.around(9000) == Allocation(8192, 123456, shareable=False)
+    with pytest.raises(TransferFailed, match="knows nothing of the address 0x10"):
+        runtime.around(16)
 
 
 def test_a_handle_survives_its_wire_form() -> None:
