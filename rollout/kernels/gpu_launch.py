@@ -61,20 +61,21 @@ def launch(
     *arguments: Any,
     warps: int = 4,
     stages: int = 2,
-    overlap: bool = False,
+    overlap: bool | None = None,
     contract: bool = True,
     **constants: Any,
 ) -> None:
     """Run ``kernel`` over ``grid``; an empty grid runs nothing. ``constants`` are ``constexpr``.
 
-    On the device of the first tensor, which need not be the current one. ``overlap``: the kernel
-    takes OVERLAP and begins with ``await_kernel_before``; where the device can, it is launched
-    while the kernel before it still runs. ``contract`` False: every product is rounded before it is
-    added to, as the kernel says; else the compiler may pass over a rounding to 16 bits in between.
+    On the device of the first tensor, which need not be the current one. ``overlap``, of a kernel
+    that takes OVERLAP and begins with ``await_kernel_before``: whether it is launched while the
+    kernel before it still runs, where the device can (``few_tokens``). ``contract`` False: every
+    product is rounded before it is added to, as the kernel says; else the compiler may pass over a
+    rounding to 16 bits in between.
     """
     device = arguments[0].device
-    if overlap:
-        able = _records is not None or overlaps(device)
+    if overlap is not None:
+        able = overlap and (_records is not None or overlaps(device))
         constants["OVERLAP"] = able and _gdc_wait is not None
     if _records is not None:
         _records.append(Launch(kernel, arguments, constants, warps, stages, contract))
@@ -90,6 +91,15 @@ def launch(
             run(*arguments, **constants, **options)
     else:
         run(*arguments, **constants, **options)
+
+
+def few_tokens(tokens: int) -> bool:
+    """Whether kernels of a step of so many leave room for the next ones beside them.
+
+    On an H200 overlapping steps of one sequence took 0.85 to 0.95 of the time, steps of 32 0.91
+    (1 B parameters) and 1.02 (8 B), of 256 1.02 to 1.05.
+    """
+    return tokens <= 32
 
 
 def power_of_2(n: int) -> int:

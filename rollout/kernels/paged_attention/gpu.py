@@ -19,6 +19,7 @@ from torch import Tensor
 from rollout.kernels.gpu_launch import (
     FLOATS,
     await_kernel_before,
+    few_tokens,
     launch,
     multiply,
     narrow,
@@ -165,7 +166,7 @@ def attend(
         SINKS=sinks is not None,
         warps=tiles.warps,
         stages=tiles.stages,
-        overlap=True,
+        overlap=few_tokens(tokens),
         # A tile of keys gives a row the same bits with a mask and without one.
         contract=False,
     )
@@ -179,7 +180,7 @@ def attend(
             BLOCK_D=size,
             N=splits,
             SINKS=sinks is not None,
-            overlap=True,
+            overlap=few_tokens(tokens),
         )
     return out
 
@@ -368,9 +369,7 @@ def _attend_to(
             seen = seen & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen & real[None, :], scores, float("-inf"))
     peak = tl.maximum(best, tl.max(scores, 1) * scale)
-    anchor = peak
-    if MASKED:
-        anchor = tl.where(peak == float("-inf"), 0.0, peak)
+    anchor = tl.where(peak == float("-inf"), 0.0, peak)
     shrink = tl.exp2(best - anchor)
     chances = tl.exp2(tl.fma(scores, tl.full([ROWS, KEYS], scale, tl.float32), -anchor[:, None]))
     mass = mass * shrink + tl.sum(chances, 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from rollout.kernels.gpu_launch import (
     FLOATS,
     await_kernel_before,
+    few_tokens,
     launch,
     narrow,
     power_of_2,
@@ -78,7 +79,7 @@ def normalise(
         RESIDUAL=residual,
         WIDE=offset is not None,
         warps=4 if block <= _AT_ONCE else 8,
-        overlap=True,
+        overlap=few_tokens(rows // heads),
     )
 
 

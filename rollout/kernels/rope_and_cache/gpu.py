@@ -12,6 +12,7 @@ from torch import Tensor
 from rollout.kernels.gpu_launch import (
     FLOATS,
     await_kernel_before,
+    few_tokens,
     launch,
     narrow,
     power_of_2,
@@ -86,7 +87,7 @@ def turn(
         NORM=norm is not None,
         NORM_WIDE=norm is not None and norm.offset is not None,
         warps=2,
-        overlap=True,
+        overlap=few_tokens(tokens),
         contract=False,
     )
     return out
