@@ -198,6 +198,9 @@ def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path, trained: Any) -> No
         engine.sleep(level=1)
         engine.wake_up()
         assert greedy_tokens(engine) == before
+        engine.update_weights(trained)  # the weights lie elsewhere than at the last one
+        assert greedy_tokens(engine) == after
+        assert not engine.check_weights(trained).differing
         engine.sleep(level=2)
         engine.wake_up()
         engine.update_weights(trained)

@@ -449,3 +449,40 @@ def test_outputs_follow_an_update_at_once(tiny):
     fresh = Session(cold(config, second), sequence).advance([4])[0]
     assert torch.equal(after, fresh)
     assert not torch.allclose(before, after)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whole_tensors_by_a_plan_leave_the_bits_of_feeding_them(tiny, place):
+    """In the load that made it and in later ones, of any rank, and cast."""
+    config, first, second = tiny
+    live = cold(config, first, place)
+    load = live.begin_load()
+    plan = load.plan_whole([*second])
+    for weights in (second, {name: value.bfloat16() for name, value in first.items()}):
+        assert load.feed_whole(plan, [*weights.values()])
+        assert not load.feed_whole(plan, [*weights.values()])  # they were sent already
+        assert load.finish().nbytes == plan.nbytes
+        assert_same_bits(live, cold(config, weights, place))
+        noted = empty(config, place)
+        load.journal.copy(live.storages(), noted.storages())
+        assert_same_bits(live, noted)
+        load = live.begin_load()
+    cut = [value[1:] if name == NORM else value for name, value in second.items()]
+    before = bits(live)
+    assert not load.feed_whole(plan, cut)
+    assert not load.feed_whole(plan, [value.int() for value in second.values()])
+    assert all(torch.equal(value, before[name]) for name, value in bits(live).items())
+
+
+def test_what_is_more_than_a_copy_has_no_plan(tiny, tied):
+    config, first, _ = tiny
+    load = cold(config, first, layout="tiles", dtype=torch.bfloat16).begin_load()
+    assert load.plan_whole([NORM]) is not None
+    assert load.plan_whole(["model.layers.0.mlp.down_proj.weight"]) is None
+    load = cold(config, first).begin_load()
+    assert load.plan_whole([NORM, NORM]) is None
+    assert load.plan_whole([NORM, "model.unknown.weight"]) is None
+    config, weights = tied
+    load = cold(config, weights).begin_load()
+    assert load.plan_whole([name for name in weights if name != HEAD]) is not None
+    assert load.plan_whole([HEAD]) is None
