@@ -412,8 +412,8 @@ def engine_run(report: Any, name: str) -> None:
             report.add(f"engine {name} start, in one process", time.perf_counter() - began, "s")
             _generation(report, engine, f"engine {name} in one process")
             found = _child("update", {"address": engine.address, "model": name})
-            if engine.weight_version != 2:
-                raise AssertionError(f"version {engine.weight_version} after two updates: {found}")
+            if engine.weight_version != 1 + LATER:
+                raise AssertionError(f"version {engine.weight_version} after the updates: {found}")
             report.facts["update transport"] = found["transport"]
             rate = found["num_bytes"] / found["seconds"] / 1e9
             report.add(f"update from another process by {found['transport']}", rate, "GB/s")
@@ -704,7 +704,7 @@ def collective_rank(where: Any, rank: int) -> float:
 
 
 def update_engine(address: str, model: str) -> dict[str, Any]:
-    """Two updates of the engine at ``address`` with weights on this process's GPU; the second's."""
+    """As ``_timed_updates``, of the engine at ``address`` with weights on this process's GPU."""
     from transformers import LlamaForCausalLM
 
     from rollout import Rollout

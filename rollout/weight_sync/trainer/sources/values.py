@@ -178,8 +178,12 @@ class Incoming:
             self.inner.leave(left)
 
     def at_hand(self) -> list[tuple[str, Tensor]] | None:
-        """All tensors as they are, where no rank has to gather any."""
+        """All tensors as they are, where no rank has to gather any; of a model where there are GPUs
+        that it may lie on: what lies on a CPU is packed.
+        """
         if not isinstance(self.inner, AtHandSource):
+            return None
+        if self.models and not torch.cuda.is_available():
             return None
         found = self.inner.at_hand()
         if self.models:
