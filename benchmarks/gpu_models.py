@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import statistics
@@ -12,12 +11,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+from during_update import LONGEST, Streams
+from sync import serving
 from torch import Tensor
 
 from rollout import kernels
@@ -386,6 +387,17 @@ def transformers_decode(name: str, batch: int, tokens: int) -> float:
     return (run(tokens) - run(1)) / (tokens - 1)
 
 
+def made_up(report: Any, kv_cache: int = 4) -> dict[str, Any]:
+    """Settings of an engine without weights of its own; ``kv_cache`` in GiB."""
+    return {
+        "device": DEVICE.type,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "kv_cache_bytes": (1 << 24) if report.dry else kv_cache << 30,
+    }
+
+
 def engine_run(report: Any, name: str) -> None:
     """Generate with the whole engine, then let a second process on the same GPU update it.
 
@@ -394,13 +406,7 @@ def engine_run(report: Any, name: str) -> None:
     from rollout import Rollout
 
     with config_directory(name) as folder:
-        settings: dict[str, Any] = {
-            "device": DEVICE.type,
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "max_model_len": 512,
-            "kv_cache_bytes": (1 << 24) if report.dry else 8 << 30,
-        }
+        settings = made_up(report, 8)
         apart = {**settings, "executor": "multiprocess"}
         with Rollout(str(folder), async_scheduling=False, **apart) as engine:
             in_turn = _generation(report, engine, f"engine {name}")
@@ -443,14 +449,7 @@ def updates_run(report: Any, name: str) -> None:
 
     with (
         config_directory(name) as folder,
-        Rollout(
-            str(folder),
-            device=DEVICE.type,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=512,
-            kv_cache_bytes=(1 << 24) if report.dry else 4 << 30,
-        ) as engine,
+        Rollout(str(folder), **made_up(report)) as engine,
     ):
         with torch.device(DEVICE):
             trained = LlamaForCausalLM(llama_config(name)).to(BF16)
@@ -475,14 +474,7 @@ def fleet_run(report: Any, name: str) -> None:
     from rollout.fleet.fleet import Fleet
     from rollout.fleet.fronts.backend import FleetBackend
 
-    settings: dict[str, Any] = {
-        "device": DEVICE.type,
-        "executor": "auto" if report.dry else "multiprocess",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_model_len": 512,
-        "kv_cache_bytes": (1 << 24) if report.dry else 4 << 30,
-    }
+    settings = {**made_up(report), "executor": "auto" if report.dry else "multiprocess"}
     with (
         config_directory(name) as folder,
         tempfile.TemporaryDirectory() as record,
@@ -548,26 +540,20 @@ def streams_run(report: Any, name: str) -> None:
 
     with torch.device(DEVICE):
         trained = LlamaForCausalLM(llama_config(name)).to(BF16)
-    settings: dict[str, Any] = {
-        "device": DEVICE.type,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_model_len": 512,
-        "kv_cache_bytes": (1 << 24) if report.dry else 4 << 30,
-    }
+    settings = made_up(report)
     with config_directory(name) as folder:
         with Rollout(str(folder), **settings) as engine:
             _beside_streams(report, f"{name} inline beside streams", engine, trained)
         if report.late():
             return
-        with _service(folder, settings) as address, Rollout.connect(address) as engine:
+        with _service(folder, settings) as (_, address), Rollout.connect(address) as engine:
             _beside_streams(report, f"{name} to a service beside streams", engine, trained)
 
 
 def _beside_streams(report: Any, label: str, engine: Any, trained: Any) -> None:
     count, pause = (2, 0.3) if report.dry else (64, 1.0)
     engine.update_weights(trained)
-    with Streams(engine, count) as streams:
+    with StreamsOfOneCall(engine, count) as streams:
         time.sleep(3 * pause)
         quiet, across, took, stalls = [], [], [], []
         for _ in range(2 if report.dry else LATER):
@@ -590,56 +576,33 @@ def _beside_streams(report: Any, label: str, engine: Any, trained: Any) -> None:
     report.add(f"{label}, the longest gap", longest, "steps", "the goal of 2", 2.0)
 
 
-class Streams:
-    """``count`` streams of one call, which begins again at its end, and when their tokens came."""
+class StreamsOfOneCall(Streams):
+    """As many streams of one call: fewer threads of a process in which the engine runs, too."""
 
     def __init__(self, engine: Any, count: int) -> None:
-        self._engine, self._over = engine, False
-        self._came: list[list[float]] = [[] for _ in range(count)]
-        self._thread = threading.Thread(target=lambda: engine._loop.run(self._run()))
+        super().__init__(engine, count)
+        self._threads = [threading.Thread(target=lambda: engine._loop.run(self._together()))]
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._over = True
-        self._thread.join()
-
-    def gaps(self, start: float, stop: float) -> list[float]:
-        """Seconds between two tokens of a stream that came between ``start`` and ``stop``."""
-        within = ([at for at in list(came) if start <= at < stop] for came in self._came)
-        return [b - a for came in within for a, b in itertools.pairwise(came)]
-
-    async def _run(self) -> None:
+    async def _together(self) -> None:
         from rollout import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-        prompts = [[i + 1] * 16 for i in range(len(self._came))]
-        while not self._over:
+        params = SamplingParams(temperature=0.0, max_tokens=LONGEST, ignore_eos=True)
+        prompts = [[i + 1] * 16 for i in range(len(self._arrivals))]
+        while not self._over.is_set():
             async with aclosing(self._engine._async.stream_many(prompts, params)) as outputs:
                 async for index, _ in outputs:
-                    self._came[index].append(time.perf_counter())
-                    if self._over:
+                    self._arrivals[index].append((time.perf_counter(), 1))
+                    if self._over.is_set():
                         break
 
 
-@contextmanager
-def _service(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
-    """The address of ``rollout serve`` in a process of its own."""
+def _service(folder: Path, settings: dict[str, Any]) -> AbstractContextManager[Any]:
+    """``rollout serve`` in a process of its own, and its address."""
     command = [sys.executable, "-m", "rollout", "serve", str(folder), "--port=0", "--grpc-port=0"]
+    command.append("--exit-with-stdin")
     for name, value in settings.items():
         command += [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")]
-    with subprocess.Popen(command, env=_paths(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            if "grpc=" not in line:
-                raise RuntimeError(f"the service ended with {process.wait()}")
-            yield line.split("grpc=")[1].split()[0]
-        finally:
-            process.terminate()
-            process.wait(30)
+    return serving(command, **_paths())
 
 
 def _generation(report: Any, engine: Any, label: str) -> list[list[int]]:
@@ -722,7 +685,7 @@ def _child(what: str, args: dict[str, Any]) -> dict[str, Any]:
 def _start(what: str, args: dict[str, Any]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, __file__, what],
-        env=_paths(),
+        env={**os.environ, **_paths()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -734,9 +697,9 @@ def _start(what: str, args: dict[str, Any]) -> subprocess.Popen[str]:
 
 
 def _paths() -> dict[str, str]:
-    """The environment of a second process, which imports what this one does."""
+    """In the environment of a second process, which imports what this one does."""
     paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -241,7 +241,14 @@ def service(
     command += ["--exit-with-stdin", "--skip-tokenizer-init", "--num-threads", "1"]
     command += ["--kv-cache-bytes", str(256 << 20), "--max-model-len", "512"]
     command += ["--weight-dir", weight_dir] if weight_dir is not None else []
-    with child(command) as process:
+    with serving(command) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def serving(command: list[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves, and the address of its gRPC port."""
+    with child(command, **env) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line.startswith("ready "):
@@ -250,7 +257,7 @@ def service(
 
 
 @contextlib.contextmanager
-def child(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def child(command: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
     interface = "lo" if sys.platform == "linux" else "lo0"
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": interface}
     with subprocess.Popen(
@@ -258,7 +265,7 @@ def child(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **quiet},
+        env={**os.environ, **quiet, **env},
     ) as process:
         try:
             yield process

@@ -20,6 +20,10 @@ from rollout.kernels.gpu_support import interpreted, overlaps
 #: dtypes that the kernels are made for; others run the reference
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
+#: Triton's types: of bits by their bytes, and of what is computed with
+BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+FLOAT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
 _HELD = 4096  # elements of a state that one program keeps in registers
 
 INTERPRETED = tl.constexpr(interpreted())

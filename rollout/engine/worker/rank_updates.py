@@ -208,9 +208,9 @@ class RankUpdates:
         """With the entries of the last update's bucket of this index, where they are the same."""
         if not header.is_in_place:
             return header
-        entries = self._entries.setdefault(header.index, header.entries)
-        if entries is not header.entries and entries == header.entries:
-            return replace(header, entries=entries)
+        last = self._entries.get(header.index)
+        if last is not None and last == header.entries:
+            return replace(header, entries=last)
         self._entries[header.index] = header.entries
         return header
 

@@ -95,7 +95,7 @@ class StagedLoad:
     def _only(self) -> tuple[str | None, Model, WeightLoad] | None:
         """The one thing that is filled, of the adapter ``part`` (None: of a model)."""
         if isinstance(self._model, WeightLoad) and not self._adapters:
-            return None, self._instances.filled(self.live), self._model
+            return None, self._instances.instance(self.live), self._model
         if self._model is not None or len(self._adapters) != 1:
             return None
         [(part, model)] = self._adapters.items()
@@ -159,7 +159,7 @@ def _known(
             or _adapter(entry.name) != part
         ):
             return None
-        lies.append((entry.region or 0, entry.offset, entry.offset + entry.nbytes))
+        lies.append((entry.region, entry.offset, entry.offset + entry.nbytes))
     names = [entry.name if part is None else own_name(entry.name) for entry in entries]
     plan = load.plan_whole(names)
     if plan is None:

@@ -75,7 +75,7 @@ class ModelInstances:
         self._past: list[int | None] = []  # what was live before, newest last
         self._kept: KeptVersion | None = None
         self._revert: Callable[[], object] | None = None  # undoes the last commit
-        self.reader = WeightReader(self._instance)
+        self.reader = WeightReader(self.instance)
         # What was written to the shadow since it was brought up to live; once that is committed,
         # the two contents named in ``_diff`` differ in nothing else.
         self._written: PatchJournal | None = None
@@ -183,7 +183,7 @@ class ModelInstances:
     def open_raw(self, staging: str, rank: int) -> RawLoad:
         """As ``open_shadow``, for the memory of an equal rank of another engine."""
         self.open_shadow(False, staging)
-        shadow = self._instance(False)
+        shadow = self.instance(False)
         return RawLoad(shadow.storages(), rank, shadow.after_load)
 
     def raw_sizes(self) -> list[tuple[str, int]]:
@@ -193,7 +193,7 @@ class ModelInstances:
     def read_raw(self, param: str, start: int, stop: int) -> Tensor:
         """A copy of bytes of a parameter of the live weights."""
         with self.reader.lock:
-            storage = raw_bytes(self._instance(True).storages()[param])
+            storage = raw_bytes(self.instance(True).storages()[param])
             return storage[start:stop].cpu().clone()
 
     def open_live(self, components: Sequence[str] | None = None) -> WeightLoad:
@@ -213,10 +213,6 @@ class ModelInstances:
             self._kept = KeptVersion(RollbackSnapshot.whole(self._live), self._live_is, None)
         self._in_place, self._live_is = True, None
         return self._live.begin_load()
-
-    def filled(self, live: bool) -> Model:
-        """The instance that an open load fills."""
-        return self._instance(live)
 
     def finish_load(self, live: bool) -> None:
         """Everything is loaded and derived: what is kept for a rollback may shrink."""
@@ -248,10 +244,11 @@ class ModelInstances:
     @property
     def scheme(self) -> str:
         """Of quantised linears; "" where there are none."""
-        scheme = self._instance(self._shadow is None).build.quantization
+        scheme = self.instance(self._shadow is None).build.quantization
         return "" if scheme is None else scheme.name
 
-    def _instance(self, live: bool) -> Model:
+    def instance(self, live: bool) -> Model:
+        """The live one or its shadow; raises where it is gone."""
         model = self.live if live else self._shadow
         if model is None:
             raise VersionConflict("the staged version is gone: the engine fell asleep meanwhile")

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels.digest.strides import collapse, offsets
-from rollout.kernels.gpu_launch import FLOATS, launch, narrow
+from rollout.kernels.gpu_launch import BITS, FLOAT_TYPES, FLOATS, launch, narrow
 from rollout.kernels.native import address
 from rollout.kernels.region_lines import places_of
 from rollout.kernels.region_table import (
@@ -23,10 +23,6 @@ from rollout.kernels.region_table import (
     is_whole,
     make_table,
 )
-
-_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
 
 Kind = tuple[torch.dtype, torch.dtype, bool]  # of the source, of the target; see ``is_whole``
 
@@ -50,8 +46,8 @@ def copy_regions(
             _copy,
             table.grid,
             *(table.rows, table.owners, table.firsts),
-            SOURCE=_BITS[given.itemsize] if same else _FLOATS[given],
-            TARGET=_BITS[wanted.itemsize] if same else _FLOATS[wanted],
+            SOURCE=BITS[given.itemsize] if same else FLOAT_TYPES[given],
+            TARGET=BITS[wanted.itemsize] if same else FLOAT_TYPES[wanted],
             CAST=not same,
             WHOLE=whole,
             BLOCK=BLOCK,

@@ -12,6 +12,7 @@ from rollout.kernels.digest.strides import collapse, offsets, row_major
 from rollout.kernels.gpu_launch import launch
 from rollout.weights import Box, Shape
 
+STEP = tl.constexpr(0x9E3779B97F4A7C15)
 _BLOCK = 1024
 _ROUNDS = 8  # blocks of one program, one after the other
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
@@ -50,6 +51,12 @@ def digest(values: Tensor, shape: Shape, box: Box, nonfinite: list[int] | None =
 
 
 @triton.jit
+def mixed(x):
+    """``x`` plus the product of its halves, of which hardware makes one instruction."""
+    return x.to(tl.uint32).to(tl.uint64) * (x >> 32).to(tl.uint32).to(tl.uint64) + x
+
+
+@triton.jit
 def _digest(
     bits,
     sums,
@@ -74,9 +81,8 @@ def _digest(
     for step in range(ROUNDS):
         column = first + step * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
         value = tl.load(bits + column * column_stride, mask=column < columns, other=0)
-        x = (position + column).to(tl.uint64) * 0x9E3779B97F4A7C15 + value.to(tl.uint64)
-        x = (x & 0xFFFFFFFF) * (x >> 32) + x
-        x = (x & 0xFFFFFFFF) * (x >> 32) + x
+        x = (position + column).to(tl.uint64) * STEP + value.to(tl.uint64)
+        x = mixed(mixed(x))
         total += tl.where(column < columns, x, 0)
         if EXPONENT != 0:
             found += ((value.to(tl.uint64) & EXPONENT) == EXPONENT).to(tl.int32)

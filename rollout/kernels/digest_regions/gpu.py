@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels.digest import EXPONENTS
-from rollout.kernels.digest.gpu import digest
+from rollout.kernels.digest.gpu import STEP, digest, mixed
 from rollout.kernels.digest.strides import collapse, offsets, row_major
 from rollout.kernels.digest_regions import DigestedAs
-from rollout.kernels.gpu_launch import FLOATS, launch, narrow
+from rollout.kernels.gpu_launch import BITS, FLOAT_TYPES, FLOATS, launch, narrow
 from rollout.kernels.native import address
 from rollout.kernels.region_lines import places_of
 from rollout.kernels.region_table import (
@@ -27,10 +27,6 @@ from rollout.kernels.region_table import (
     is_whole,
     make_table,
 )
-
-_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
 
 Kind = tuple[torch.dtype, torch.dtype, bool]  # given, digested as; see ``is_whole``
 
@@ -104,9 +100,9 @@ def _launch(given: torch.dtype, wanted: torch.dtype, whole: bool, group: _Group)
         _digest,
         table.grid,
         *(table.rows, table.owners, table.firsts, parts),
-        SOURCE=_BITS[given.itemsize] if same else _FLOATS[given],
-        TARGET=_FLOATS.get(wanted, tl.float32),
-        BITS=_BITS[wanted.itemsize],
+        SOURCE=BITS[given.itemsize] if same else FLOAT_TYPES[given],
+        TARGET=FLOAT_TYPES.get(wanted, tl.float32),
+        BITS=BITS[wanted.itemsize],
         CAST=not same,
         EXPONENT=EXPONENTS.get(wanted, 0),
         WHOLE=whole,
@@ -146,12 +142,6 @@ def _rows(value: Tensor, place: DigestedAs) -> list[tuple[Row, int]] | None:
 
 
 @triton.jit
-def _mixed(x):
-    """``x`` plus the product of its halves, of which hardware makes one instruction."""
-    return x.to(tl.uint32).to(tl.uint64) * (x >> 32).to(tl.uint32).to(tl.uint64) + x
-
-
-@triton.jit
 def _digest(
     table,
     owners,
@@ -188,10 +178,10 @@ def _digest(
     block = first - line * per_line
     rounds = tl.minimum(lines * per_line - first, ROUNDS).to(tl.int32)
     at = position + line * line_positions + block * BLOCK
-    key = (at + lane).to(tl.uint64) * 0x9E3779B97F4A7C15
+    key = (at + lane).to(tl.uint64) * STEP
     behind = (per_line - 1) * BLOCK  # a line's last block
-    leap = (line_positions - behind).to(tl.uint64) * 0x9E3779B97F4A7C15
-    step = (behind * 0 + BLOCK).to(tl.uint64) * 0x9E3779B97F4A7C15
+    leap = (line_positions - behind).to(tl.uint64) * STEP
+    step = tl.full((), BLOCK, tl.uint64) * STEP
     offset = line * stride + block * BLOCK
     live = lane < tl.where(rounds > 0, columns - block * BLOCK, 0)
     coming = tl.load(source + offset + lane, mask=live, other=0)
@@ -212,12 +202,12 @@ def _digest(
         x = key + value.to(tl.uint64)
         if not WHOLE:
             x = tl.where(here, x, 0)  # of 0 comes 0
-        total += _mixed(_mixed(x))
+        total += mixed(mixed(x))
         if EXPONENT != 0:
             worst = tl.maximum(worst, value & EXPONENT)
         key += tl.where(ends, leap, step)
     tl.store(parts + program, tl.sum(total, 0).to(tl.int64, bitcast=True))
-    count = program.to(tl.int64) * 0
+    count = tl.full((), 0, tl.int64)
     some = False
     if EXPONENT != 0:
         some = tl.max(worst.to(tl.int32), 0) == EXPONENT

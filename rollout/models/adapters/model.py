@@ -14,7 +14,7 @@ from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.weight_io.load import WeightLoad
-from rollout.models.weight_io.slots import Regions, SlotIO
+from rollout.models.weight_io.slots import SlotIO
 from rollout.models.weight_io.table import ParamSpec, WeightTable
 from rollout.weights import PLAIN, TRANSPOSED, Box, WeightSlot
 from rollout.weights.adapters import (
@@ -182,7 +182,6 @@ class AdapterModel(Model):
             self._storages |= declared.storages
         self.table = WeightTable({name: tuple(found) for name, found in slots.items()}, params, {})
         self.filled = tuple(slot for found in slots.values() for slot in found)
-        self._filled_regions: Regions | None = None
         self.eval()
 
     def begin_load(self) -> WeightLoad:
@@ -215,14 +214,9 @@ class AdapterModel(Model):
     def storages(self) -> dict[str, Tensor]:
         return self._storages
 
-    def digest_slots(self, slots: Sequence[WeightSlot]) -> list[tuple[int, int]]:
-        return self._io().digest_all(slots)
-
     def digests(self) -> list[tuple[int, int]]:
         """As ``digest_slots`` of all ``filled``, which stay where they are."""
-        if self._filled_regions is None:
-            self._filled_regions = self._io().regions(self.filled)
-        return self._io().digest_all(self.filled, self._filled_regions)
+        return self.digest_slots(self.filled)
 
     def scaling_digest(self) -> int:
         """``digest_of_scalings`` of what the slot holds, in linears that it leaves alone, too."""
@@ -239,8 +233,5 @@ class AdapterModel(Model):
         values = torch.stack(list(held.values())).tolist() if held else []
         return digest_of_scalings(dict(zip(held, values, strict=True)))
 
-    def _io(self) -> SlotIO:
-        return SlotIO(self.table, self._storages, tables=self.region_tables)
-
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
-        return self._io()
+        return SlotIO(self.table, self._storages)

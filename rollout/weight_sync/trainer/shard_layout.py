@@ -165,7 +165,7 @@ def exchange_layout(
     knows = tuple(s["wants"] for s in said)
     kept = tuple(tuple(s["copies"]) for s in said)
     hosts = tuple(s["host"] for s in said)
-    digest = digest_of([said[0]["metadata"], *(s["mine"] for s in said)])
+    digest = digest_of([s["mine"] for s in said])
     if all(s["source"] == digest for s in said):
         known = plans.found(digest)
         assert known is not None
@@ -185,8 +185,7 @@ def _status(looked: _Look, plans: PlanCache, copies: Committed) -> dict[str, Any
     problem, metadata, mine = looked
     return {
         "problem": problem,
-        "mine": digest_of(mine),
-        "metadata": digest_of([[m.name, str(m.dtype), list(m.shape)] for m in metadata]),
+        "mine": digest_of([[[m.name, str(m.dtype), list(m.shape)] for m in metadata], mine]),
         "source": plans.source_digest,
         "wants": plans.wants_digest,
         "host": host_id(),

@@ -28,7 +28,7 @@ from rollout.weight_sync.trainer.sources.kinds import (
     ranks_of,
     several_ranks,
 )
-from rollout.weight_sync.trainer.sources.names import Naming, named_weights, pairs
+from rollout.weight_sync.trainer.sources.names import Naming, held_by
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
@@ -279,12 +279,11 @@ class Detected:
         from rollout.weight_sync.trainer.sources.plain import PlainSource
 
         weights = bare_module(obj) if isinstance(obj, nn.Module) else obj
-        items = None
+        items = held_by(weights)
         if self.ranks is None:
             from rollout.weight_sync.trainer.sources.codes import holds_codes
             from rollout.weight_sync.trainer.sources.iterable import CodesSource
 
-            items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
             if holds_codes(items):
                 return CodesSource(items, naming, group)
         return PlainSource(weights, naming, group, items)

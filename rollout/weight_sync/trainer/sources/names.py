@@ -45,18 +45,24 @@ class Naming:
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
-    """``module`` and all beneath it, each once: what ``modules()`` yields, in a fraction of its
-    time, as it hands each one up through all that it lies in.
+    """``module`` and all beneath it, each once: what ``modules()`` yields."""
+    return [part for _, part in _beneath(module)]
+
+
+def _beneath(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """What ``named_modules()`` yields, in a fraction of its time, as it hands each one up through
+    all that it lies in.
     """
-    found: dict[int, nn.Module] = {}
-    left: list[nn.Module | None] = [module]
+    found: dict[int, tuple[str, nn.Module]] = {}
+    left: list[tuple[str, nn.Module | None]] = [("", module)]
     while left:
-        part = left.pop()
+        prefix, part = left.pop()
         if part is not None and id(part) not in found:
-            found[id(part)] = part
+            found[id(part)] = prefix, part
             if beneath := part._modules:
-                left += reversed(beneath.values())
-    return list(found.values())
+                before = f"{prefix}." if prefix else ""
+                left += [(before + name, one) for name, one in reversed(beneath.items())]
+    return found.values()
 
 
 def bind(
@@ -142,31 +148,21 @@ def pairs(weights: Pairs) -> list[tuple[str, Tensor]]:
     return found
 
 
+def held_by(weights: nn.Module | Pairs) -> list[tuple[str, Tensor]]:
+    """The tensors of a module, a dict or a list, by name."""
+    return named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
+
+
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers in model order, a shared tensor once; local, no copies."""
     found: dict[int, tuple[str, Tensor]] = {}
-    for prefix, owner in _named_modules(module):
+    is_plain = type(module).named_modules is nn.Module.named_modules
+    for prefix, owner in _beneath(module) if is_plain else module.named_modules():
         transient = owner._non_persistent_buffers_set
         for name, tensor in _own(owner, prefix):
             if id(tensor) not in found and name.rsplit(".", 1)[-1] not in transient:
                 found[id(tensor)] = name, tensor
     return list(found.values())
-
-
-def _named_modules(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """As ``named_modules()``, in a fraction of its time; see ``submodules``."""
-    if type(module).named_modules is not nn.Module.named_modules:
-        return list(module.named_modules())
-    found: dict[int, tuple[str, nn.Module]] = {}
-    left: list[tuple[str, nn.Module]] = [("", module)]
-    while left:
-        prefix, part = left.pop()
-        if id(part) in found:
-            continue
-        found[id(part)] = prefix, part
-        beneath = [(name, one) for name, one in part._modules.items() if one is not None]
-        left += [(f"{prefix}.{name}" if prefix else name, one) for name, one in reversed(beneath)]
-    return found.values()
 
 
 def _own(owner: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:

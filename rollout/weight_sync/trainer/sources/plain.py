@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource, BufferFor
-from rollout.weight_sync.trainer.sources.names import Naming, Pairs, named_weights, pairs
-from rollout.weight_sync.trainer.sources.values import check_all, readable
+from rollout.weight_sync.trainer.sources.names import Naming, Pairs, held_by
+from rollout.weight_sync.trainer.sources.values import check_all, plain, readable
 from rollout.weights import Box
 
 
@@ -29,8 +29,7 @@ class PlainSource(BoundSource):
         items: list[tuple[str, Tensor]] | None = None,
     ) -> None:
         """``items``: what ``weights`` hold, where the caller has looked."""
-        if items is None:
-            items = named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
+        items = held_by(weights) if items is None else items
         check_all(items)
         super().__init__(weights, items, naming, agreement)
         self._place: BufferFor = lambda dtype, shape: None
@@ -43,20 +42,19 @@ class PlainSource(BoundSource):
         self._stays = stays
 
     def at_hand(self) -> list[tuple[str, Tensor]]:
-        plain = ((name, tensor.detach()) for name, tensor in self._bound.items())  # all checked
-        return [(name, x.resolve_neg() if x.is_neg() else x) for name, x in plain]
+        return [(name, plain(tensor)) for name, tensor in self._bound.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._bound.items():
             dtype = self._naming.dtype_of(name, tensor.dtype)
             if not self.agreement.is_sender:
                 yield name, torch.empty(tensor.shape, dtype=dtype, device="meta")
-            elif self._stays(plain := readable(name, tensor)):
-                yield name, plain
+            elif self._stays(held := readable(name, tensor)):
+                yield name, held
             elif dtype == tensor.dtype or (cast := self._place(dtype, tuple(tensor.shape))) is None:
-                yield name, plain.to(dtype)
+                yield name, held.to(dtype)
             else:
-                yield name, cast.copy_(plain)
+                yield name, cast.copy_(held)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, [Box.full(tuple(t.shape))]) for name, t in self._bound.items()]

@@ -86,8 +86,13 @@ def readable(name: str, tensor: Any) -> Tensor:
     """``tensor`` detached, as native code may read it; else a ``WeightMismatch`` that names it."""
     if (wrong := fault(tensor)) is not None:
         raise WeightMismatch(f"{name} {wrong}", problems=[f"{name} {wrong}"])
-    plain: Tensor = tensor.detach()
-    return plain.resolve_neg() if plain.is_neg() else plain
+    return plain(tensor)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """One that was checked, detached, as native code may read it."""
+    found = tensor.detach()
+    return found.resolve_neg() if found.is_neg() else found
 
 
 def is_dtensor(obj: object) -> bool:
@@ -186,12 +191,12 @@ class Incoming:
         if self.models and not torch.cuda.is_available():
             return None
         found = self.inner.at_hand()
-        if self.models:
-            for name, tensor in found or ():
-                self._check_dtype(name, tensor)
-        else:  # the dtypes of an adapter's tensors are not told one by one
-            for name, tensor in {x.dtype: (name, x) for name, x in found or ()}.values():
-                self._check_dtype(name, tensor)
+        if found is None:
+            return None
+        # The dtypes of an adapter's tensors are not told one by one.
+        of_each = found if self.models else {x.dtype: (name, x) for name, x in found}.values()
+        for name, tensor in of_each:
+            self._check_dtype(name, tensor)
         return found
 
     @property
