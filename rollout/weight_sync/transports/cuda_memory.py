@@ -99,7 +99,7 @@ class Runtime:
         """
         found = tuple((ctypes.c_uint64 * 1)() for _ in _ATTRIBUTES)
         into = (ctypes.c_void_p * len(found))(*map(ctypes.addressof, found))
-        # All at once: a question costs the driver 40 us.
+        # All at once: each question is a call of the driver.
         code = self._drivers().cuPointerGetAttributes(
             len(found), _ATTRIBUTES, into, ctypes.c_uint64(pointer)
         )
