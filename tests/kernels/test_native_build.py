@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from rollout.kernels import rope_and_cache
 from rollout.kernels.native import entry, library, native_status
 from rollout.kernels.native.build import BuildError, load
 from rollout.kernels.native.prototypes import sources
@@ -69,6 +71,22 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     lib, how = load()
     assert lib.rollout_digest
     assert "built without a cache" in how
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler here")
+def test_no_compiler_fuses_a_product_with_a_sum_by_itself() -> None:
+    """Rope in float32 has torch's bits: with one rounding less they would be others."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (
+        torch.randn(shape, generator=generator)
+        for shape in ((9, 4, 64), (9, 2, 64), *[(9, 64)] * 2)
+    )
+    found = []
+    for name in ("reference", "cpu"):
+        pages = [torch.zeros(3, 2, 4, 64) for _ in "kv"]
+        run = rope_and_cache.implementation(name)
+        found.append((run(q, k, k, cos, sin, *pages, torch.arange(9)), pages[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_the_status_is_one_line() -> None:

@@ -73,7 +73,7 @@ INLINE void gemm_tile(int rows, int wide, int depth, const float *a, int lda, co
             vf x = repeat(a + r * lda + k);
 #pragma GCC unroll 2
             for (int j = 0; j < wide; j++)
-                sum[r][j] = words ? dot(x, row[j], sum[r][j]) : sum[r][j] + x * row[j];
+                sum[r][j] = words ? dot(x, row[j], sum[r][j]) : fused(x, row[j], sum[r][j]);
         }
     }
 #pragma GCC unroll 8
@@ -237,7 +237,7 @@ INLINE void soften(float *row, int from, int visible, int keys, float scale, flo
     float anchor = top == -INFINITY ? 0 : top; /* nothing but scores of -infinity so far */
     vf sum = splat(0.0f);
     for (j = 0; j < keys; j += VW) {
-        vf x = exp_negative(load(row, j, 0) * scale - anchor);
+        vf x = exp_negative(fused(load(row, j, 0), splat(scale), splat(-anchor)));
         store(row, j, x, words);
         sum += x;
     }

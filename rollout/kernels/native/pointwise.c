@@ -20,7 +20,7 @@ INLINE void norm_row(const void *x, const void *residual, void *total, const voi
             v = round_to(v + load_at(residual, d, dim, bf16), bf16);
             store_at(total, d, dim, v, bf16);
         }
-        squares += v * v;
+        squares = fused(v, v, squares);
     }
     vf scale = splat(1.0f / sqrtf(reduce_sum(squares) / (float)dim + p->eps));
     const void *in = residual ? total : x;

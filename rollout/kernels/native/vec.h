@@ -58,14 +58,14 @@ INLINE vf vmax(vf a, vf b) { return blend(a > b, a, b); }
 INLINE vf vmin(vf a, vf b) { return blend(a < b, a, b); }
 #endif
 
-/* a * b + c, said outright: a compiler may fuse the same expression in one block and not in
- * another. */
+/* a * b + c, rounded once where the machine can. Said outright: left to itself a compiler may fuse
+ * the same expression in one block and not in another, so build.py has it fuse none. */
 #if VW == 16
 INLINE vf fused(vf a, vf b, vf c) {
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
 #elif defined(__x86_64__) && !defined(__FMA__)
-INLINE vf fused(vf a, vf b, vf c) { return a * b + c; } /* nothing here could fuse them */
+INLINE vf fused(vf a, vf b, vf c) { return a * b + c; }
 #else
 INLINE vf fused(vf a, vf b, vf c) {
     vf out;
@@ -173,16 +173,16 @@ INLINE void store_at(void *p, int64_t i, int64_t size, vf v, int bf16) {
 
 /* e^x to about 1e-7 for -87.3 <= x <= 88.3: Cephes' polynomial on |r| <= ln(2) / 2. */
 INLINE vf exp_within(vf x) {
-    vf n = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    vf n = fused(x, splat(1.44269504f), splat(12582912.0f)); /* 1.5 * 2^23 rounds to an integer */
     n = n - 12582912.0f;
-    vf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    vf r = fused(n, splat(-0.693359375f), x);
+    r = fused(n, splat(2.12194440e-4f), r);
+    vf p = fused(r, splat(1.9875691500e-4f), splat(1.3981999507e-3f));
+    p = fused(p, r, splat(8.3334519073e-3f));
+    p = fused(p, r, splat(4.1665795894e-2f));
+    p = fused(p, r, splat(1.6666665459e-1f));
+    p = fused(p, r, splat(5.0000001201e-1f));
+    p = fused(p, r * r, r) + 1.0f;
     return p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 #define EXP_LOW (-87.3f)
