@@ -33,7 +33,8 @@ from rollout.kernels import gpu_launch
 from rollout.loader.dummy import DummyFiles
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.delta import decode
-from rollout.weight_sync.protocol.messages import BucketEntry
+from rollout.weight_sync.protocol.messages import BucketEntry, WeightInfo
+from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
 from rollout.weights import Box, TensorMeta
 
 pytestmark = [
@@ -455,6 +456,27 @@ def test_memory_that_cannot_be_mapped_is_packed_and_the_receipt_says_why(tiny_qw
         assert in_place == "None"
         assert "its memory cannot be mapped" in packed
         assert greedy_tokens(engine) != before
+
+
+def test_buckets_that_nothing_will_be_packed_into_take_little_memory() -> None:
+    info = WeightInfo(
+        epoch=1,
+        version=0,
+        label=None,
+        state="idle",
+        dtype=torch.bfloat16,
+        tensors=(TensorMeta("w", torch.bfloat16, (2048, 2048)),),
+        aliases={},
+        tensor_parallel_size=1,
+        device="cuda:0",
+        transports=("ipc",),
+        features=("regions",),
+    )
+    held = torch.ones(8, 8).cuda()
+    for staying, nbytes in (([held], 1 << 20), ([held, held[:, :4]], 4 << 20), ([], 4 << 20)):
+        sender = CudaIpcSender(info, 4 << 20, 1.0, lambda staying=staying: staying)
+        assert [buffer.numel() for buffer in sender.buffers] == [nbytes] * 2
+        sender.close()
 
 
 @pytest.mark.timeout(600)

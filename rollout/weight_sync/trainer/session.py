@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
+
+from torch import Tensor
 
 from rollout.errors import (
     ConfigError,
@@ -18,6 +21,7 @@ from rollout.errors import (
     RolloutError,
     TransferFailed,
     VersionConflict,
+    WeightError,
 )
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import WeightLink, receipt_of
@@ -35,7 +39,7 @@ from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, asked, ways
 from rollout.weight_sync.transports.base import Opening, Sender, Transport
-from rollout.weights import TensorMeta
+from rollout.weights import CASTABLE, TensorMeta
 from rollout.wire.codec import to_plain
 from rollout.wire.version import PROTOCOL
 
@@ -243,6 +247,7 @@ class Opener:
             host=meeting_host(self.link.local_address, boxes),
             senders=streams if boxes is None else len(boxes.have),
             known="" if boxes is None else self.plans.wants_digest,
+            staying=partial(self._staying, source, encoding),
         )
         with ExitStack() as undo:
             sender = transport.open(opening)
@@ -270,6 +275,14 @@ class Opener:
             plan, request, way, channel, sender, buckets, self.stats, options, self.connect,
             (*source.merged, *options.merged),
         )  # fmt: skip
+
+    def _staying(self, source: Incoming, encoding: Encoding) -> list[Tensor]:
+        if self.layout is not None or encoding.name != "full" or encoding.keeps:
+            return []
+        with suppress(WeightError):  # sending them raises it again
+            found = [tensor for _, tensor in source.at_hand() or ()]
+            return found if all(x.numel() and x.dtype in CASTABLE for x in found) else []
+        return []
 
     def _request(
         self,

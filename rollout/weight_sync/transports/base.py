@@ -35,7 +35,8 @@ class Opening:
 
     ``bucket_bytes``: the longest bucket. ``host``: the address of this machine as the engine
     reaches it, for transports that listen here. ``senders``: how many trainer ranks will send.
-    ``known``: digest of the engine's requested boxes that the sender remembers.
+    ``known``: digest of the engine's requested boxes that the sender remembers. ``staying``: all
+    tensors of the update, where none of them has to be gathered, compared or kept; else none.
     """
 
     info: WeightInfo
@@ -44,6 +45,7 @@ class Opening:
     host: str = LOOPBACK
     senders: int = 1
     known: str = ""
+    staying: Callable[[], Sequence[Tensor]] = tuple
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import secrets
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -73,6 +73,7 @@ from rollout.weight_sync.transports.shared_memory import half_of
 from rollout.wire.codec import ADDED, Count, Positive, Text, to_plain
 
 MAX_HALF = 256 << 20
+_LEAST_HALF = 1 << 20  # twice that is a block of the driver's: what is shorter shares one
 
 _OPEN, _CLOSED = 1, 2
 _FREE_WAIT, _FREE_POLL = 60.0, 0.05  # seconds
@@ -141,7 +142,7 @@ class CudaIpc(Transport):
         return why_not(info)
 
     def open(self, opening: Opening) -> Sender:
-        return CudaIpcSender(opening.info, opening.bucket_bytes, opening.timeout)
+        return CudaIpcSender(opening.info, opening.bucket_bytes, opening.timeout, opening.staying)
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
         offer_of(SharedAllocation, request)
@@ -155,12 +156,19 @@ class CudaIpc(Transport):
 class CudaIpcSender(Sender):
     """Allocates on this process's current GPU.
 
-    ``buffers``: the two halves, no longer than ``bucket_bytes`` (in whole pages) or the update.
+    ``buffers``: the two halves, no longer than ``bucket_bytes`` (in whole pages) or the update;
+    short where all of it will be read where it lies: what is packed after all takes many.
     """
 
     bytes_go = "memory"
 
-    def __init__(self, info: WeightInfo, bucket_bytes: int, timeout: float) -> None:
+    def __init__(
+        self,
+        info: WeightInfo,
+        bucket_bytes: int,
+        timeout: float,
+        staying: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
         # A fleet tells of every rank that may map it.
         deals = "cards" in info.features
         self._ranks = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
@@ -173,9 +181,13 @@ class CudaIpcSender(Sender):
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._runtime = cuda_memory.runtime()
+        self._secret = secret = secrets.token_hex(16)
         needed = sum(meta.nbytes + 512 for meta in info.tensors)
+        # Of a fleet there may be members that map nothing.
+        if not deals and self._map_all(staying()):
+            needed = min(needed, _LEAST_HALF)
         half = whole_pages(min(bucket_bytes, needed, MAX_HALF))
-        size, secret = FLAGS + 2 * half, secrets.token_hex(16)
+        size = FLAGS + 2 * half
         with torch.cuda.device(self._device):
             self._pointer = self._runtime.allocate(size)
             try:
@@ -186,7 +198,6 @@ class CudaIpcSender(Sender):
         whole = self._whole = tensor_at(self._pointer, size, self._device)
         whole[:FLAGS].zero_()
         self.buffers = whole[FLAGS : FLAGS + half], whole[FLAGS + half :]
-        self._secret = secret
         packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
         shared = SharedAllocation(handle=packed, secret=secret, half=half)
         if deals:
@@ -222,8 +233,13 @@ class CudaIpcSender(Sender):
     def why_packed(self, channel: WeightChannel, tensor: Tensor) -> str | None:
         if not self._maps:
             return "the engine is of a version that maps no memory but buckets"
-        if self._carries:
-            return self._carries
+        return self._carries or self._why_not_mapped(tensor)
+
+    def _map_all(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether ranks will read all of them where they lie: there are some, and nothing else."""
+        return self._maps and bool(tensors) and not any(map(self._why_not_mapped, tensors))
+
+    def _why_not_mapped(self, tensor: Tensor) -> str | None:
         if not tensor.is_contiguous():
             return "it is not contiguous"
         uuid = self._uuid(tensor.device)

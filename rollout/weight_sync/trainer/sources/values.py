@@ -135,6 +135,7 @@ class Incoming:
         self._dtype, self._aliases = dtype, aliases or {}
         self._wanted = {meta.name: meta for meta in wanted}
         self._left: Tensor | None = None  # the last that was yielded as it is
+        self._at_hand: list[tuple[str, Tensor]] | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -184,8 +185,10 @@ class Incoming:
 
     def at_hand(self) -> list[tuple[str, Tensor]] | None:
         """All tensors as they are, where no rank has to gather any; of a model where there are GPUs
-        that it may lie on: what lies on a CPU is packed.
+        that it may lie on: what lies on a CPU is packed. Looked at once.
         """
+        if self._at_hand is not None:
+            return self._at_hand
         if not isinstance(self.inner, AtHandSource):
             return None
         if self.models and not torch.cuda.is_available():
@@ -197,6 +200,7 @@ class Incoming:
         of_each = found if self.models else {x.dtype: (name, x) for name, x in found}.values()
         for name, tensor in of_each:
             self._check_dtype(name, tensor)
+        self._at_hand = found
         return found
 
     @property
