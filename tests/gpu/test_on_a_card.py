@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import DrawGraphs
 from rollout.errors import ChecksumMismatch
-from rollout.kernels import gpu_launch
+from rollout.kernels import copy_regions, digest_regions, gpu_launch
 from rollout.loader.dummy import DummyFiles
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.delta import decode
@@ -534,6 +535,23 @@ def test_an_update_on_the_engines_own_device_reads_the_tensors_where_they_lie(
         assert receipt.details["packed_because"] == "it is not contiguous"
         assert greedy_tokens(engine) == wanted
         assert not engine.check_weights(trained).differing
+
+
+def test_the_first_update_finds_what_it_reads_back_planned(
+    tiny_qwen3: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left are the tables of the trainer's tensors: of its digests and of the copy."""
+    held = {name: x.detach().cuda() for name, x in trained.state_dict().items()}
+    planned = []
+    with card_engine(tiny_qwen3) as engine:
+        for kernel in (copy_regions, digest_regions):
+            module = importlib.import_module(f"{kernel.__module__}.gpu")
+            plan = module._plan
+            monkeypatch.setattr(
+                module, "_plan", lambda *of, plan=plan: planned.append(plan) or plan(*of)
+            )
+        engine.update_weights(held)
+    assert len(planned) == 2
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tiny_qwen3: Path, trained: Any) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from rollout.engine.worker.rollback import KeptVersion, RollbackSnapshot, exchange
 from rollout.engine.worker.weight_reader import WeightReader
 from rollout.errors import EngineBroken, EngineClosed, VersionConflict
+from rollout.kernels.warm_up import warm_up_updates
 from rollout.models.model import Model
 from rollout.models.weight_io.load import WeightLoad
 from rollout.models.weight_io.patch_journal import PatchJournal
@@ -321,15 +322,22 @@ class ModelInstances:
 
     def prepare_shadow(self) -> Model | None:
         """The shadow, made with the live weights in it where there is none, so that steps can be
-        captured over it; None where it lies elsewhere. It holds no version to go back to.
+        captured over it; None where it lies elsewhere. It holds no version to go back to. What an
+        update runs on the device has run then.
         """
         with self._making:
+            made = None
             if self._shadow is None and self._shadow_device == self._device:
                 made = self._make_shadow(self._device)
                 self._bring_up(self.live, made, None, None)
                 made.after_load()
                 self._shadow = made
             shadow = self._shadow
+        if made is not None:
+            warm_up_updates(made.build.dtype, self._device)
+            for live in (True, False):
+                for _ in self.reader.digest_slots(live):
+                    pass
         here = shadow is not None and shadow.build.device == self._device
         return shadow if here else None
 
