@@ -1,6 +1,6 @@
 """Write a random-weight bfloat16 checkpoint with a tokenizer and a chat template, offline.
 
-    python benchmarks/make_checkpoint.py tiny|moe|qwen05b|llama1b DIRECTORY [--seed N]
+    python benchmarks/make_checkpoint.py tiny|moe|qwen05b|llama1b|llama8b DIRECTORY [--seed N]
 
 The tokenizer is a byte-level BPE trained on the standard library's sources.
 """
@@ -93,11 +93,27 @@ def llama1b() -> PreTrainedConfig:
     )
 
 
+def llama8b() -> PreTrainedConfig:
+    """Llama, the sizes of Llama-3.1-8B."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+    )
+
+
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "tiny": tiny,
     "moe": moe,
     "qwen05b": qwen05b,
     "llama1b": llama1b,
+    "llama8b": llama8b,
 }
 
 

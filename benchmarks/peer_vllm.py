@@ -5,7 +5,9 @@
         LD_PRELOAD=libtcmalloc_minimal.so.4:libiomp5.so \\
         python benchmarks/peer_vllm.py CHECKPOINT W2,W3 [--block-size 32]
 
-The prefix cache is emptied before each call. Its CPU build is fastest on W3 with blocks of 32.
+On a GPU, where `pip install vllm` is all: D1,D256,P64 and --gpu-memory-utilization 0.4, so that the
+engine beside it has room. The prefix cache is emptied before each call. Its CPU build is fastest on
+W3 with blocks of 32.
 """
 
 from __future__ import annotations
@@ -17,28 +19,32 @@ from contextlib import contextmanager
 
 from runner import Generate, parser, run
 from vllm import LLM, SamplingParams
-from workloads import Request
+from workloads import Request, requests
 
-MAX_LEN = 1024  # holds the longest prompt and answer of every workload
-MAX_SEQUENCES = 64
+MAX_LEN = 1024  # at least; holds the longest prompt and answer of every workload for a CPU
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--block-size", type=int, default=None, help="tokens; default: its own")
     arguments.add_argument("--eager", action="store_true", help="without torch.compile")
+    arguments.add_argument("--max-num-seqs", type=int, default=64)
+    arguments.add_argument("--gpu-memory-utilization", type=float, default=None)
     args = arguments.parse_args()
     run("vllm", args, lambda: started(args))
 
 
 @contextmanager
 def started(args: Namespace) -> Iterator[Generate]:
-    settings = {"block_size": args.block_size} if args.block_size else {}
+    named = ("block_size", "gpu_memory_utilization")
+    settings = {name: getattr(args, name) for name in named if getattr(args, name)}
+    asked = [one for name in args.workloads for one in requests(name, 0)]
+    longest = max(len(one.prompt) + one.new_tokens for one in asked)
     engine = LLM(
         model=args.checkpoint,
         dtype=args.dtype,
-        max_model_len=MAX_LEN,
-        max_num_seqs=MAX_SEQUENCES,
+        max_model_len=max(MAX_LEN, longest),
+        max_num_seqs=args.max_num_seqs,
         enforce_eager=args.eager,
         **settings,
     )

@@ -1,7 +1,8 @@
 """The workloads every runner here shares, as token-id prompts; the same seed gives the same ids.
 
 W1 one request; B8 and W2 batches of 8 and 32; W3 eight prompts of eight samples (GRPO groups);
-W4 eight prompts of four samples with ragged prompts and long-tailed lengths. All greedy.
+W4 eight prompts of four samples with ragged prompts and long-tailed lengths. For a GPU: D1 to D512
+as many decoding sequences, P1 and P64 long prompts, L64 and L256 what RL samples. All greedy.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ UNIFORM = {
     "B8": (8, 1, 64, 128),
     "W2": (32, 1, 64, 128),
     "W3": (8, 8, 256, 128),
+    "D1": (1, 1, 64, 256),
+    "D32": (32, 1, 64, 256),
+    "D256": (256, 1, 64, 256),
+    "D512": (512, 1, 64, 256),
+    "P1": (1, 1, 1024, 2),
+    "P64": (64, 1, 1024, 2),
+    "L64": (64, 1, 1024, 8192),
+    "L256": (256, 1, 1024, 8192),
 }
 NAMES = (*UNIFORM, "W4")
 FIRST_ID, LAST_ID = 300, 7899  # in every checkpoint's vocabulary, no special token
