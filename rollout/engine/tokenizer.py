@@ -178,12 +178,24 @@ def _known_role(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     return dict(message)
 
 
-_CONTEXT = 5  # prompt tokens decoded along, so that a first token knows whether a space leads it
+# Prompt tokens decoded along, so that a first token knows whether a space leads it: more where so
+# few begin inside a character.
+_CONTEXT, _LONGEST_CONTEXT = 5, 24
 _INCOMPLETE = "\ufffd"
+_PENDING = 8  # tokens; a character has 4 bytes, so no more than that are the pieces of one
 
 
 class Decodes(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+def _context(tokenizer: Decodes, prompt: Sequence[int], skip: bool) -> list[int]:
+    """The end of a prompt, begun where a character begins if that is near."""
+    for count in range(_CONTEXT, min(_LONGEST_CONTEXT, len(prompt)) + 1):
+        tail = list(prompt[-count:])
+        if _INCOMPLETE not in tokenizer.decode(tail, skip_special_tokens=skip):
+            return tail
+    return list(prompt[-_CONTEXT:])
 
 
 class Detokenizer:
@@ -201,7 +213,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Decodes, prompt: Sequence[int], params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._prompt = list(prompt[-_CONTEXT:])
+        self._prompt = _context(tokenizer, prompt, params.skip_special_tokens)
         self._ids = self._prompt[:]
         self._prefix = 0
         self._read = len(self._ids)
@@ -212,24 +224,38 @@ class Detokenizer:
         self.text = ""
 
     def feed(self, token_ids: Sequence[int], *, final: bool = False) -> None:
-        """Add tokens; ``final`` shows even the pieces of an incomplete character.
+        """Add tokens; ``final`` shows even the pieces of an incomplete character, as is done with
+        more tokens than can be one.
 
         Of several tokens as many are shown as if they had come one by one.
         """
-        known = len(self._ids)
-        self._ids.extend(token_ids)
-        window, shown = self._ids[self._prefix :], self._read - self._prefix
-        if len(window) == shown:
-            return
-        skip = self._params.skip_special_tokens
+        ids = self._ids
+        done = len(ids)
+        ids.extend(token_ids)
+        # What no piece is among is shown at once; few tokens at its end may be the pieces of one.
+        for end in range(len(ids), max(done, len(ids) - _PENDING), -1):
+            new = self._new(end)
+            if new and _INCOMPLETE not in new:
+                self._show(new, end)
+                done = end
+                break
+        for end in range(done + 1, len(ids) + 1):
+            new = self._new(end)
+            if (new and not new.endswith(_INCOMPLETE)) or end - self._read > _PENDING:
+                self._show(new, end)
+        if final and self._read < len(ids):
+            self._show(self._new(len(ids)), len(ids))
+
+    def _new(self, end: int) -> str:
+        """What the tokens up to ``end`` add to those that are shown."""
+        window, skip = self._ids[self._prefix : end], self._params.skip_special_tokens
         decode = self._tokenizer.decode
-        old = decode(window[:shown], skip_special_tokens=skip)
-        for count in range(len(window), min(known - self._prefix, len(window) - 1), -1):
-            new = decode(window[:count], skip_special_tokens=skip)
-            if final or (len(new) > len(old) and not new.endswith(_INCOMPLETE)):
-                self.text += new[len(old) :]
-                self._prefix, self._read = self._read, self._prefix + count
-                return
+        old = decode(window[: self._read - self._prefix], skip_special_tokens=skip)
+        return decode(window, skip_special_tokens=skip)[len(old) :]
+
+    def _show(self, new: str, end: int) -> None:
+        self.text += new
+        self._prefix, self._read = self._read, end
 
     def make(self, token_ids: Sequence[int]) -> None:
         """The text of all tokens of a sample that has ended, in the place of what there was."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine_core.toy_model import continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_tokenizer
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
@@ -53,6 +55,51 @@ def test_an_incomplete_character_is_held_back_until_it_is_whole_or_the_end() -> 
     cut.feed(ids[:-1], final=True)
     assert cut.text.startswith("a")
     assert "\ufffd" in cut.text
+
+
+class Bytes:
+    """Every byte is a token, and a run of them is decoded as a whole, as Llama 2 and Gemma do."""
+
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+
+    def __init__(self) -> None:
+        self.longest = 0  # tokens decoded at once
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.longest = max(self.longest, len(token_ids))
+        return str(self.decoder.decode([f"<0x{token:02X}>" for token in token_ids]))
+
+
+def test_a_context_begins_where_a_character_does() -> None:
+    for prompt in ("bé😀", "a😀é", "😀😀😀"):
+        text = Detokenizer(Bytes(), list(prompt.encode()), SamplingParams())
+        for token in "好b".encode():
+            text.feed((token,))
+        assert text.text == "好b"
+
+
+def test_what_was_shown_stays_when_a_sample_ends_inside_a_character() -> None:
+    ids = list("😀你 é😀".encode())[:-2]
+    for size in (1, 3, len(ids)):
+        text = Detokenizer(Bytes(), [], SamplingParams())
+        for at in range(0, len(ids), size):
+            text.feed(ids[at : at + size])
+        assert text.text == "😀你 é"
+        text.make(ids)
+        assert text.text.rstrip("\ufffd") == "😀你 é"
+        assert text.text.endswith("\ufffd")
+
+
+def test_tokens_that_make_no_character_are_shown_and_cost_no_more_the_more_there_are() -> None:
+    tokenizer = Bytes()
+    one_by_one, together = (Detokenizer(tokenizer, [], SamplingParams()) for _ in "ab")
+    ids = [0x80] * 200
+    for token in ids:
+        one_by_one.feed((token,))
+    assert tokenizer.longest < 32
+    together.feed(ids)
+    assert one_by_one.text == together.text
+    assert len(one_by_one.text) > 100
 
 
 def test_special_tokens_are_left_out_unless_asked_for() -> None:
