@@ -28,22 +28,27 @@ CHUNK = 2 << 20  # bytes of weights per message: the fastest size on loopback
 MAX_PENDING = 1 << 16  # calls that have come and wait to be looked at
 MAX_ERROR_TEXT = 4 << 10  # bytes of message in the trailing metadata, whose default limit is 8 KiB
 
+# A host that is gone, or a process that is stopped, is noticed without traffic after the sum of
+# both; gRPC itself waits for a minute where the last is not said, too.
+_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
 CHANNEL_OPTIONS = (
+    *_KEEPALIVE,
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # one client's back-off is not another's
-    ("grpc.keepalive_time_ms", 20_000),  # a host that is gone is noticed without traffic
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),  # a stream that was cut goes on at once
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 SERVER_OPTIONS = (
+    *_KEEPALIVE,
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.so_reuseport", 0),  # a busy port is an error, not a share of its traffic
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     # By default some of more than 1000 end as CANCELLED; the queue behind says what is too much.
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
