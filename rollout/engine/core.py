@@ -39,6 +39,7 @@ from rollout.engine.memory_plan import (
     mib,
     plan_memory,
     reported_groups,
+    served_length,
     size_kv,
 )
 from rollout.engine.output import OutputProcessor
@@ -132,6 +133,7 @@ class EngineCore:
         self.config = config = found.settled(config)
         self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
+        served_length(config, self.model_config.max_position_embeddings)
         self.tokenizer = found.load_tokenizer(config)
         self._directory = str(found.directory)
         with self._closing:  # from here on ``close`` ends the executor
@@ -143,7 +145,10 @@ class EngineCore:
             self.rank_info = [reply for reply, _ in self._ask("info", {}, config.start_timeout)]
             self._size()
             self._build(executor)
-            sizes = {"num_blocks": self.num_kv_blocks, "num_states": self.kv_size.num_states}
+            sizes = {
+                "num_blocks": self.num_kv_blocks, "num_states": self.kv_size.num_states,
+                "max_model_len": self.max_model_len,
+            }  # fmt: skip
             self._ask("init_kv", sizes, config.start_timeout)
         except BaseException:
             self.close()

@@ -120,11 +120,7 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
         _spare(config, reply, len(ranks))
         if config.gpu_memory_utilization is not None and _on_cpu(reply):
             raise ConfigError("gpu_memory_utilization is of GPUs: on a CPU use kv_cache_bytes")
-    wanted = config.max_model_len or longest
-    if wanted > longest:
-        raise ConfigError(
-            f"max_model_len {wanted} is above the model's own maximum of {longest} tokens"
-        )
+    wanted = served_length(config, longest)
     running, snapshots = _state_slots(config, ranks)
     taken = (running + snapshots) * _slot_bytes(ranks)
     ranks = [{**reply, "state_bytes": taken} for reply in ranks]
@@ -150,6 +146,16 @@ def size_kv(config: EngineConfig, longest: int, ranks: Sequence[Mapping[str, Any
         wanted = most
     saved = _saved_by_windows(config, groups, wanted, block_bytes)
     return KVSize(blocks, wanted, running, snapshots, saved)
+
+
+def served_length(config: EngineConfig, longest: int) -> int:
+    """Tokens of one, as asked for; ``longest``: the model's own maximum."""
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is above the model's own maximum of {longest} "
+            "tokens; if its rope goes further, hf_overrides={'max_position_embeddings': N} says so"
+        )
+    return config.max_model_len or longest
 
 
 def reported_groups(reply: Mapping[str, Any]) -> tuple[KVGroup, ...]:

@@ -67,6 +67,7 @@ class ModelRunner:
             for name, path in config.components.items()
         }
         self.adapters: AdapterSlots | None = None
+        self._longest: int | None = None  # tokens of a sequence, once that is known
         live = self._build(self.device)
         if config.max_adapters:
             self.adapters = slots_beside(
@@ -237,6 +238,13 @@ class ModelRunner:
         logits: Tensor = model(self._to_device(batch), self.kv.layers)
         return logits
 
+    def admit(self, longest: int) -> None:
+        """No sequence will have more tokens than that: a config may allow for more than fit into
+        the KV cache. Before the first step.
+        """
+        self._longest = longest
+        self._limit_rope(self.instances.live)
+
     def capture(self) -> None:
         """Capture steps over the instances, where that is wanted and has not been done; weights and
         KV pages have to be there. In lockstep.
@@ -282,6 +290,7 @@ class ModelRunner:
         others = {
             name: component.build(policy.build) for name, component in self._components.items()
         }
+        self._limit_rope(policy)
         if self.adapters is not None:
             self.adapters.attach(policy)
         return ComponentModels(policy, others) if others else policy
@@ -301,6 +310,12 @@ class ModelRunner:
             registry=self._found.registry,
             tensors=self._checkpoint_tensors,
         )
+
+    def _limit_rope(self, model: Model) -> None:
+        own = model.policy
+        if self._longest is not None and isinstance(own, CausalLM):
+            for rotary in own.rotaries:
+                rotary.rows = min(rotary.rows, self._longest)
 
     def _layout(self) -> str:
         """Chosen by the live instance's device: a shadow elsewhere exchanges contents with it."""

@@ -195,8 +195,12 @@ class Worker:
         return self.info(args)
 
     def init_kv(self, args: Args) -> dict[str, Any]:
-        """Allocate ``num_blocks`` KV blocks, and ``num_states`` slots of recurrent states."""
+        """Allocate ``num_blocks`` KV blocks, and ``num_states`` slots of recurrent states, for
+        sequences of at most ``max_model_len`` tokens.
+        """
         self.runner.kv.allocate(int(args["num_blocks"]), int(args.get("num_states", 0)))
+        if "max_model_len" in args:
+            self.runner.admit(int(args["max_model_len"]))
         self.runner.capture()
         return {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from types import SimpleNamespace
 
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 from rollout.errors import ConfigError
 from rollout.models.config.layer import RopeConfig
 
+_AT_ONCE = 1 << 15  # positions
+
 
 class Rotary:
     """cos and sin by position, one table ``[max_len, 2, R]`` for all layers of a rank.
 
     R, the rotated dims, is ``head_dim x partial``; both halves of R repeat the same angles
     (half-split rotation). Computed in float32 and then cast, as transformers does. It holds no
-    weight, so a live model and its shadow share it.
+    weight, so a live model and its shadow share it. It is made at the first use.
 
     ``dynamic`` and ``longrope`` depend on the sequence length in transformers, which re-chooses
     frequencies as a sequence grows and so disagrees with keys it cached before. Here the choice
@@ -42,15 +45,24 @@ class Rotary:
                 f"partial_rotary_factor {rope.partial} of head_dim {head_dim} rotates {self.dim} "
                 "dims: it must give an even number from 2 to head_dim"
             )
-        if device.type == "meta":
-            self.table = torch.empty(max_len, 2, self.dim, dtype=dtype, device=device)
-            return
-        inverse, scale = frequencies(rope, self.dim, max_position_embeddings, max_len)
-        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * inverse
-        angles = torch.cat((angles, angles), dim=-1)[:, : self.dim]  # [max_len, R]
-        table = torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
-        self.table = table.to(dtype).to(device)
+        self.rows = max_len  # of the table: fewer where positions from there on are never asked for
+        self._dtype, self._device = dtype, device
+        self._frequencies = frequencies(rope, self.dim, max_position_embeddings, max_len)
         self.axes = torch.tensor((*rope.axes, *rope.axes), device=device)[: self.dim]  # [R]
+
+    @cached_property
+    def table(self) -> Tensor:
+        """cos and sin [rows, 2, R], by position."""
+        with torch.inference_mode(False):
+            table = torch.empty(self.rows, 2, self.dim, dtype=self._dtype, device=self._device)
+            inverse, scale = self._frequencies
+            for first in range(0, self.rows, _AT_ONCE):
+                positions = torch.arange(first, min(first + _AT_ONCE, self.rows)).float()
+                angles = positions[:, None] * inverse
+                angles = torch.cat((angles, angles), dim=-1)[:, : self.dim]  # [positions, R]
+                turned = torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1)
+                table[first : first + len(positions)] = turned.to(self._dtype)
+        return table
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions [T] below ``max_len``, or [3, T] by axis -> cos [T, R], sin [T, R]."""
