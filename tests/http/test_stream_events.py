@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -69,6 +70,22 @@ def test_events_made_from_the_one_before_are_those_made_by_themselves(chat: bool
     )
     assert [c["epoch"] for c in choices] == [7] * 18 + [8] * 2
     assert choices[-1]["weight_versions"][-1] == {"version": 2, "start": 6, "stop": len(TEXTS)}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_choice_ends_once_while_others_go_on(chat: bool) -> None:
+    stream, made = Stream(style(chat=chat)), outputs()
+    third = replace(made[2].outputs[0], finish_reason="stop")
+    for output in made[2:]:
+        output.outputs[0] = third
+    found = [
+        json.loads(each.removeprefix("data: "))
+        for output in made
+        for each in stream.events(0, output)
+    ]
+    choices = [chunk["choices"][0] for chunk in found]
+    reasons = [[c["finish_reason"] for c in choices if c["index"] == index] for index in range(2)]
+    assert reasons == [[None, None, "stop"], [*[None] * (len(TEXTS) - 1), "length"]]
 
 
 def test_what_is_more_than_text_is_no_such_event() -> None:

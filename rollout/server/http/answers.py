@@ -150,6 +150,7 @@ class Stream:
         self._usage_always = usage_always
         self._last: dict[int, RequestOutput] = {}
         self._sent: dict[int, tuple[int, int]] = {}  # choice -> (characters, tokens) sent
+        self._ended: set[int] = set()  # choices; later outputs repeat them while others go on
         self._messages: dict[int, Message] = {}  # choice -> what of a chat was sent
         self._kept: dict[int, _Kept] = {}
         reader = style.reader
@@ -165,9 +166,12 @@ class Stream:
         made = []
         for completion in output.outputs:
             choice = prompt * self.style.samples + completion.index
+            if choice in self._ended:
+                continue
             first = choice not in self._sent
             chars, tokens = self._sent.get(choice, (0, 0))
-            ended = completion.finish_reason is not None
+            if ended := completion.finish_reason is not None:
+                self._ended.add(choice)
             if len(completion.token_ids) > tokens or len(completion.text) > chars or ended:
                 self._sent[choice] = (len(completion.text), len(completion.token_ids))
                 grown = None if first or ended else self._grown(output, completion, choice, chars)
