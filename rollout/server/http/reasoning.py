@@ -31,7 +31,7 @@ class ReasoningParser:
         space around one, is held back until ``final``. A thought that never ends is no answer.
         """
         said = text.lstrip()
-        if not final and said and len(said) < len(self.start) and self.start.startswith(said):
+        if not final and len(said) < len(self.start) and self.start.startswith(said):
             return "", ""
         if said.startswith(self.start):
             thought = said[len(self.start) :]
