@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types import completion_create_params as completion_params
@@ -149,6 +150,20 @@ def test_echo_brings_the_prompt_and_its_logprobs(
     assert "".join(part.text for part in parts) == whole.text
     offsets = [at for part in parts for at in part.logprobs.text_offset]
     assert offsets == whole.logprobs.text_offset
+
+
+@pytest.mark.parametrize("more", [{}, {"add_special_tokens": False}])
+def test_echo_brings_the_very_text_of_the_prompt(
+    http: httpx.Client, more: dict[str, object]
+) -> None:
+    text = "héllo 你好 😀<|im_end|>"
+    ids = http.post("/tokenize", json={"prompt": text, **more}).json()["tokens"]
+    body = {"echo": True, "max_tokens": 0, "return_tokens_as_token_ids": True, "logprobs": 0}
+    for prompt in (text, ids, [ids, ids]):
+        choices = http.post("/v1/completions", json={**body, **more, "prompt": prompt})
+        for choice in choices.json()["choices"]:
+            assert choice["text"] == text
+            assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
 
 
 def test_the_best_of_several_samples_is_the_likeliest(client: openai.OpenAI) -> None:

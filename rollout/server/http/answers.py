@@ -11,9 +11,15 @@ from typing import Any
 from rollout.config import check_known
 from rollout.generation import Completion, RequestOutput, SamplingParams, VersionSpan
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
-from rollout.server.http.echo import behind_prompt, best_of, prepend_prompt, without_answer
+from rollout.server.http.echo import (
+    behind_prompt,
+    best_of,
+    prepend_prompt,
+    prompt_text,
+    without_answer,
+)
 from rollout.server.http.finite import finite
-from rollout.server.http.reasoning import REASONING_PARSERS, ReasoningParser
+from rollout.server.http.reasoning import REASONING_PARSERS, Decode, ReasoningParser
 from rollout.server.http.responses import event
 from rollout.server.http.side_channels import beside_tokens
 from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser
@@ -74,8 +80,9 @@ class AnswerStyle:
 
     ``logprobs``: whether to report them, and ``top``: how many alternatives. ``token_text`` names
     one token; ``samples`` is ``n``, by which choices of several prompts are numbered. ``reader``
-    makes a chat's message of what was written, whose role is ``role``. ``echo``: the prompt comes
-    first; ``answerless``: and nothing else.
+    makes a chat's message of what was written, whose role is ``role``. ``echo``: the prompts as
+    they were given, where they come first; ``answerless``: and nothing else. ``decode``: the text
+    of tokens; None without a tokenizer.
     """
 
     model: str
@@ -87,7 +94,8 @@ class AnswerStyle:
     token_ids: bool
     token_text: TokenText
     request_id: str
-    echo: bool = False
+    echo: Sequence[str | list[int]] = ()
+    decode: Decode | None = None
     answerless: bool = False
     reader: MessageReader = field(default_factory=MessageReader)
     role: str = "assistant"
@@ -197,7 +205,7 @@ class Stream:
         else:
             part["text"] = completion.text[chars:]
             if self.style.echo and first:
-                prepend_prompt(part, output, self.style.token_text, self.style.top)
+                _prepend_prompt(part, output, self.style)
             elif self.style.echo:
                 behind_prompt(part, output, self.style.token_text)
         return part
@@ -286,11 +294,17 @@ def _choice(
         choice["text"] = completion.text
         choice["prompt_logprobs"] = prompt_rows(output)
         if style.echo:
-            prepend_prompt(choice, output, style.token_text, style.top)
+            _prepend_prompt(choice, output, style)
     if style.token_ids:
         choice["prompt_token_ids"] = output.prompt_token_ids
         choice["token_ids"] = completion.token_ids
     return choice | beside_tokens(output, completion)
+
+
+def _prepend_prompt(choice: dict[str, Any], output: RequestOutput, style: AnswerStyle) -> None:
+    given = style.echo[choice["index"] // style.samples]
+    text = prompt_text(given, output.prompt_token_ids, style.decode, style.token_text)
+    prepend_prompt(choice, output, text, style.token_text, style.top)
 
 
 def _message(output: RequestOutput, completion: Completion, style: AnswerStyle) -> Message:

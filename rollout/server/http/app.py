@@ -6,7 +6,6 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -54,12 +53,12 @@ from rollout.server.http.messages import template_messages
 from rollout.server.http.responses import (
     EventStream,
     adapter_names,
+    decoder_of,
     event,
     first_of,
     in_session,
     sampled_by,
     served_model,
-    tokenizer_of,
     unless_disconnected,
     within,
 )
@@ -200,7 +199,8 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
     model, params = await sampled_by(rollout, body.model, params)
     style = replace(
         _style(body, params, model, request, chat=False),
-        echo=body.echo,
+        echo=prompts if body.echo else (),
+        decode=decoder_of(rollout),
         answerless=body.answerless,
     )
     ids = _ids(style, len(prompts))
@@ -249,9 +249,7 @@ def _read_by(
     """How a chat's answer is read here, and sampled for that."""
     defaults: AnswerDefaults = request.app.state.defaults
     reader = body.reader(defaults.tools, defaults.reasoning)
-    if (tokenizer := tokenizer_of(rollout)) is not None:
-        decode = partial(tokenizer.decode, skip_special_tokens=False)
-        reader = replace(reader, decode=decode)
+    reader = replace(reader, decode=decoder_of(rollout))
     params = defaults.asked(body.sampling(keep_special=reader.special))
     return reader, in_session(params, request.headers)
 

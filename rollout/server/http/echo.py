@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 from rollout.generation import Completion, Logprobs, RequestOutput
 from rollout.server.http.finite import finite
+from rollout.server.http.reasoning import Decode
 
 TokenText = Callable[[int], str]
 
@@ -42,19 +43,29 @@ def without_answer(output: RequestOutput) -> RequestOutput:
     return replace(output, outputs=empty)
 
 
+def prompt_text(
+    given: str | Sequence[int], ids: Sequence[int], decode: Decode | None, token_text: TokenText
+) -> str:
+    """What was ``given``, or where that is no text its ``ids`` as one: a character may be several
+    tokens.
+    """
+    if isinstance(given, str):
+        return given
+    return "".join(map(token_text, ids)) if decode is None else decode(ids)
+
+
 def prepend_prompt(
-    choice: dict[str, Any], output: RequestOutput, token_text: TokenText, top: int
+    choice: dict[str, Any], output: RequestOutput, text: str, token_text: TokenText, top: int
 ) -> None:
-    """Put the prompt's text, and its tokens' raw logprobs, before those of ``choice``.
+    """Put the prompt's ``text``, and its tokens' raw logprobs, before those of ``choice``.
 
     The three lists of RL's logprobs stay those of what was generated.
     """
-    texts = [token_text(token) for token in output.prompt_token_ids]
-    prompt = "".join(texts) if output.prompt is None else output.prompt
-    choice["text"] = prompt + choice["text"]
+    choice["text"] = text + choice["text"]
     found = choice["logprobs"]
     if found is None:
         return
+    texts = [token_text(token) for token in output.prompt_token_ids]
     starts = list(accumulate(map(len, texts), initial=0))
     rows = output.prompt_logprobs or [None] * len(texts)
     pairs = list(zip(output.prompt_token_ids, rows, strict=True))

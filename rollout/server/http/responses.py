@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
@@ -21,6 +22,7 @@ from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import DeadlineExceeded, InvalidRequest, RolloutError, VersionConflict
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.generation.sampling_params import MAX_NAME
+from rollout.server.http.reasoning import Decode
 
 T = TypeVar("T")
 SESSION, ROUTING_KEY = "x-session-id", "x-smg-routing-key"
@@ -162,6 +164,12 @@ def tokenizer_of(rollout: AsyncRollout) -> Tokenizer | None:
     """The engine's, where this is its own server and it has one."""
     served = rollout.backend.served
     return None if served is None else served.tokenizer
+
+
+def decoder_of(rollout: AsyncRollout) -> Decode | None:
+    """Its text of tokens, special ones included."""
+    tokenizer = tokenizer_of(rollout)
+    return None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def adapter_names(rollout: AsyncRollout) -> tuple[str, ...]:
