@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from rollout.generation import Completion, Logprobs, RequestOutput, VersionSpan
-from rollout.server.http.answers import AnswerStyle, Stream
+from rollout.server.http.answers import AnswerStyle, Stream, answer
 from rollout.server.http.assistant import MessageReader
 from rollout.server.http.reasoning import REASONING_PARSERS
 
@@ -86,6 +88,26 @@ def test_a_choice_ends_once_while_others_go_on(chat: bool) -> None:
     choices = [chunk["choices"][0] for chunk in found]
     reasons = [[c["finish_reason"] for c in choices if c["index"] == index] for index in range(2)]
     assert reasons == [[None, None, "stop"], [*[None] * (len(TEXTS) - 1), "length"]]
+
+
+@pytest.mark.parametrize("echo", [(), ["x"], [[1]]])
+def test_a_stream_decodes_each_token_as_often_as_the_whole_answer(echo: list[object]) -> None:
+    decoded: list[int] = []
+
+    def token_text(token: int) -> str:
+        decoded.append(token)
+        return "ab" * token
+
+    asked = style(logprobs=True, echo=echo, token_text=token_text)
+    whole = answer(outputs()[-1:], asked)["choices"]
+    once, stream = Counter(decoded), Stream(asked)
+    decoded.clear()
+    events = [each for output in outputs() for each in stream.events(0, output)]
+    assert Counter(decoded) == once
+    choices = [json.loads(each.removeprefix("data: "))["choices"][0] for each in events]
+    for index in range(2):
+        found = [c["logprobs"]["text_offset"] for c in choices if c["index"] == index]
+        assert list(chain(*found)) == whole[index]["logprobs"]["text_offset"]
 
 
 def test_what_is_more_than_text_is_no_such_event() -> None:

@@ -6,18 +6,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from rollout.config import check_known
 from rollout.generation import Completion, RequestOutput, SamplingParams, VersionSpan
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
-from rollout.server.http.echo import (
-    behind_prompt,
-    best_of,
-    prepend_prompt,
-    prompt_text,
-    without_answer,
-)
+from rollout.server.http.echo import best_of, prepend_prompt, prompt_text, without_answer
 from rollout.server.http.finite import finite
 from rollout.server.http.reasoning import REASONING_PARSERS, Decode, ReasoningParser
 from rollout.server.http.responses import event
@@ -160,6 +155,7 @@ class Stream:
         self._sent: dict[int, tuple[int, int]] = {}  # choice -> (characters, tokens) sent
         self._ended: set[int] = set()  # choices; later outputs repeat them while others go on
         self._messages: dict[int, Message] = {}  # choice -> what of a chat was sent
+        self._offsets: dict[int, int] = {}  # choice -> where its next token's text begins
         self._kept: dict[int, _Kept] = {}
         reader = style.reader
         self._is_plain = not (
@@ -206,8 +202,9 @@ class Stream:
             part["text"] = completion.text[chars:]
             if self.style.echo and first:
                 _prepend_prompt(part, output, self.style)
-            elif self.style.echo:
-                behind_prompt(part, output, self.style.token_text)
+            if part["logprobs"] is not None:
+                begin = self._offsets.get(choice, 0)
+                self._offsets[choice] = _count_offsets_from(begin, part["logprobs"])
         return part
 
     def _grown(
@@ -381,12 +378,9 @@ def _top(completion: Completion, position: int, style: AnswerStyle) -> list[tupl
 
 
 def _completion_logprobs(completion: Completion, start: int, style: AnswerStyle) -> dict[str, Any]:
+    """From token ``start`` on, where offsets are counted from."""
     ids = completion.token_ids[start:]
     texts = [style.token_text(t) for t in ids]
-    offsets, at = [], sum(len(style.token_text(t)) for t in completion.token_ids[:start])
-    for text in texts:
-        offsets.append(at)
-        at += len(text)
     values = _reported(completion, style)[start:]
     tops = []
     for position, (token, value) in enumerate(zip(ids, values, strict=True), start):
@@ -397,9 +391,17 @@ def _completion_logprobs(completion: Completion, start: int, style: AnswerStyle)
         "tokens": texts,
         "token_logprobs": [finite(value) for value in values],
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
         **_three(completion, start),
     }
+
+
+def _count_offsets_from(begin: int, found: dict[str, Any]) -> int:
+    """Count those of a chunk from where the one before it ended, too; where this one ends."""
+    if not found["tokens"]:
+        return begin
+    found["text_offset"] = [begin + at for at in found["text_offset"]]
+    return int(found["text_offset"][-1]) + len(found["tokens"][-1])
 
 
 def chat_logprobs(completion: Completion, start: int, style: AnswerStyle) -> dict[str, Any]:

@@ -77,13 +77,6 @@ def prepend_prompt(
     found["top_logprobs"] = tops + found["top_logprobs"]
 
 
-def behind_prompt(choice: dict[str, Any], output: RequestOutput, token_text: TokenText) -> None:
-    """Count the offsets of a later chunk from the prompt's beginning, as those of the first are."""
-    if (found := choice["logprobs"]) is not None:
-        length = sum(len(token_text(token)) for token in output.prompt_token_ids)
-        found["text_offset"] = [length + at for at in found["text_offset"]]
-
-
 def _top(
     token: int, row: Mapping[int, float], token_text: TokenText, top: int
 ) -> dict[str, float | None]:
