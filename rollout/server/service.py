@@ -21,7 +21,8 @@ from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted
-from rollout.server.http.answers import AnswerDefaults, TokenText, token_id_text
+from rollout.server.http.answer_defaults import AnswerDefaults
+from rollout.server.http.answers import TokenText, token_id_text
 from rollout.server.http.app import build_app
 from rollout.server.http.bounded_head import BoundedHead
 from rollout.server.http.open_routes import OpenRoutes

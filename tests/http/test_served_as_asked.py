@@ -8,7 +8,7 @@ from server_settings import TOKEN
 
 from rollout import AsyncRollout
 from rollout.server.auth import Tokens
-from rollout.server.http.answers import AnswerDefaults
+from rollout.server.http.answer_defaults import AnswerDefaults
 from rollout.server.http.app import build_app
 
 PATH = "/behind/a/proxy"

@@ -16,7 +16,7 @@ from tiny_models import write_tiny
 
 from rollout import AsyncRollout, SamplingParams
 from rollout.generation.packed import pack
-from rollout.server.http.answers import AnswerDefaults
+from rollout.server.http.answer_defaults import AnswerDefaults
 from rollout.server.http.app import build_app
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -9,59 +9,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from rollout.config import check_known
 from rollout.generation import Completion, RequestOutput, SamplingParams, VersionSpan
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
 from rollout.server.http.echo import best_of, prepend_prompt, prompt_text, without_answer
 from rollout.server.http.finite import finite
-from rollout.server.http.reasoning import REASONING_PARSERS, Decode, ReasoningParser
+from rollout.server.http.reasoning import Decode
 from rollout.server.http.responses import event
 from rollout.server.http.side_channels import beside_tokens
-from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser
 
 TokenText = Callable[[int], str]  # how one token reads in "logprobs"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerDefaults:
-    """How a server answers where a request does not say.
-
-    ``logprobs_mode``: which logprobs fill OpenAI's field. ``tool_call_parser`` and
-    ``reasoning_parser``: how chats are read, by their names in ``TOOL_PARSERS`` and
-    ``REASONING_PARSERS``; None: they are not. Raises ``ConfigError`` for another name.
-    ``routed_experts``, ``sampling_mask``: every answer has them, as by vLLM's flags.
-    ``response_role``: of a chat's messages.
-    """
-
-    logprobs_mode: str = "raw_logprobs"
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    routed_experts: bool = False
-    sampling_mask: bool = False
-    response_role: str = "assistant"
-
-    def __post_init__(self) -> None:
-        for name, known in (("tool_call", TOOL_PARSERS), ("reasoning", REASONING_PARSERS)):
-            if (given := getattr(self, f"{name}_parser")) is not None:
-                check_known(given, list(known), f"{name}_parser")
-
-    def asked(self, params: SamplingParams) -> SamplingParams:
-        """``params`` of a request that may leave to the server what comes beside its tokens."""
-        if not (self.routed_experts or self.sampling_mask):
-            return params
-        return replace(
-            params,
-            return_routed_experts=params.return_routed_experts or self.routed_experts,
-            return_sampling_mask=params.return_sampling_mask or self.sampling_mask,
-        )
-
-    @property
-    def tools(self) -> ToolParser | None:
-        return None if self.tool_call_parser is None else TOOL_PARSERS[self.tool_call_parser]
-
-    @property
-    def reasoning(self) -> ReasoningParser | None:
-        return None if self.reasoning_parser is None else REASONING_PARSERS[self.reasoning_parser]
 
 
 def with_top(params: SamplingParams, mode: str) -> SamplingParams:

@@ -33,8 +33,8 @@ from rollout.server.http import (
     tinker,
     vllm,
 )
+from rollout.server.http.answer_defaults import AnswerDefaults
 from rollout.server.http.answers import (
-    AnswerDefaults,
     AnswerStyle,
     Stream,
     TokenText,

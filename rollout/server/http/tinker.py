@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.server.auth import Access
-from rollout.server.http.answers import AnswerDefaults, with_top
+from rollout.server.http.answer_defaults import AnswerDefaults
+from rollout.server.http.answers import with_top
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.http.json_response import JSONResponse
 from rollout.server.http.responses import sampled_by

@@ -32,8 +32,8 @@ from rollout.generation import (
     SamplingParams,
 )
 from rollout.server.auth import Access
+from rollout.server.http.answer_defaults import AnswerDefaults
 from rollout.server.http.answers import (
-    AnswerDefaults,
     AnswerStyle,
     chat_logprobs,
     prompt_rows,
