@@ -15,7 +15,8 @@ from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
-from rollout.models.config.model import ModelConfig, overridden
+from rollout.models.config.model import ModelConfig
+from rollout.models.config.overrides import overridden
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect

@@ -28,6 +28,7 @@ from rollout.models.config.latent import LatentConfig, read_latent
 from rollout.models.config.layer import LayerConfig, RopeConfig, read_layers
 from rollout.models.config.mamba import MambaConfig, read_mamba
 from rollout.models.config.moe import MoEConfig
+from rollout.models.config.overrides import overridden
 from rollout.models.config.reader import Reader, read_json
 from rollout.models.config.vision import VisionConfig, read_vision
 from rollout.models.registry import Registry
@@ -340,16 +341,6 @@ class ModelConfig:
                     f"{what} intermediate size ({inner}) must be divisible by tensor parallel "
                     f"size ({size})" + ("" if what[0] == "S" else ", or set expert_parallel")
                 )
-
-
-def overridden(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with fields replaced; an object in the place of another replaces its fields."""
-    found = dict(values)
-    for name, value in overrides.items():
-        held = found.get(name)
-        both = isinstance(held, Mapping) and isinstance(value, Mapping)
-        found[name] = overridden(held, value) if both else value  # type: ignore[arg-type]
-    return found
 
 
 def _by_transformers(
