@@ -1,13 +1,16 @@
 """Flags as vLLM and SGLang spell them: the ones that mean what one of ours means, and the others.
 
-A flag that is in neither list is unknown, and argparse says so.
+A flag that is in no list is unknown, and argparse says so.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
+from rollout.config import EngineConfig
 from rollout.errors import ConfigError
 from rollout.wire.spellings import ENGINE, as_flag
 
@@ -34,24 +37,52 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "--ssl-keyfile": ("--tls-key",),
     "--ssl-ca-certs": ("--tls-client-ca",),
 }
+_LISTS = frozenset(f.name for f in fields(EngineConfig) if f.default == ())
+_FLAG = re.compile(r"--[A-Za-z][\w-]*")
+
+
+def _flag(name: str) -> str:
+    """The flag of a setting; of a list it adds one."""
+    return as_flag(name.removesuffix("s") if name in _LISTS else name)
+
+
 _SHORT = {"-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
 REFUSED: Mapping[str, str] = {
-    flag: ENGINE.why_refused(name, as_flag) or ""
+    flag: ENGINE.why_refused(name, _flag) or ""
     for flag, name in [*((as_flag(name), name) for name in ENGINE.refused), *_SHORT.items()]
     if flag not in ("--logprobs-mode", "--lora-modules")  # of `serve` they are
+}
+# Theirs, refused but with these values: what they mean is so here, or one of ours.
+BY_VALUE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "--generation-config": {"vllm": ()},
+    "--kv-cache-dtype": {"auto": ()},
+    "--distributed-executor-backend": {
+        "mp": ("--executor", "multiprocess"),
+        "ray": ("--executor", "ray"),
+        "uni": ("--executor", "inline"),
+    },
 }
 
 
 def respelled(argv: Sequence[str]) -> list[str]:
     """``argv`` in our spelling; raises ``ConfigError`` for a flag that has no meaning here."""
     command = next((word for word in argv if not word.startswith("-")), None)
-    if command not in COMMANDS:
-        return list(argv)
     found: list[str] = []
-    for index, word in enumerate(argv):
+    words = iter(argv)
+    for word in words:
         if word == "--":
-            return [*found, *argv[index:]]
+            return [*found, word, *words]
         flag, equals, value = word.partition("=")
+        if _FLAG.fullmatch(flag):
+            flag = flag.replace("_", "-")
+        if command not in COMMANDS:
+            found.append(flag + equals + value)
+            continue
+        if flag in BY_VALUE:
+            value = value if equals else next(words, "")
+            if value in BY_VALUE[flag]:
+                found += BY_VALUE[flag][value]
+                continue
         if word.startswith("-") and flag in REFUSED:
             raise ConfigError(f"{flag} is not a flag of rollout {command}: {REFUSED[flag]}")
         ours = SAME.get(flag, (flag,))

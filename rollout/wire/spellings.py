@@ -171,6 +171,13 @@ _LOADED = (
     "/v1/load_lora_adapter, under a --weight-dir; `rollout serve` has --lora-modules, too)"
 )
 _NO_PIPELINE = "there is no pipeline parallelism: use {tensor_parallel_size}"
+_NOT_LOGGED = "leave it out: requests are not logged; {journal} DIR keeps what was finished"
+_GRAMMARS = "leave it out: grammars are xgrammar's, of the extra structured"
+_ORDER = "leave it out: first come is first served"
+_CAPTURED = "use {cuda_graph_sizes}, the batch sizes to capture, or {cuda_graphs} off"
+_ROPE = (
+    'use {hf_overrides} {{"rope_parameters": {{...}}}}, with what differs from the checkpoint\'s'
+)
 _NO_CORS = "the server sends no CORS headers: use a proxy"
 _SERVE = "an embedded engine is served by r.serve(host, port, token=...), others by `rollout serve`"
 
@@ -203,8 +210,25 @@ ENGINE = Spellings(
         "enable_sleep_mode": _ALWAYS,
         "enable_memory_saver": _ALWAYS + " (sleep and wake_up need no setting)",
         "weight_transfer_config": _ALWAYS + " (gloo on CPUs, NCCL on GPUs)",
-        "disable_log_requests": "leave it out: requests are not logged",
+        "no_enable_chunked_prefill": "prompts are always computed in chunks: use "
+        "{max_num_batched_tokens}, the most of a step",
+        **dict.fromkeys(
+            ("enable_log_requests", "no_enable_log_requests", "disable_log_requests"), _NOT_LOGGED
+        ),
         "disable_log_stats": "leave it out: figures are at /metrics, not in the log",
+        "attention_backend": "leave it out: the device decides",
+        "compilation_config": "torch.compile is not used; {cuda_graphs} and {cuda_graph_sizes} say "
+        "what is captured",
+        **dict.fromkeys(
+            ("cuda_graph_bs", "cuda_graph_max_bs", "cudagraph_capture_sizes"), _CAPTURED
+        ),
+        **dict.fromkeys(
+            ("structured_outputs_config", "guided_decoding_backend", "grammar_backend"), _GRAMMARS
+        ),
+        **dict.fromkeys(("schedule_policy", "scheduling_policy"), _ORDER),
+        "skip_server_warmup": "leave it out: no request is made up to warm the server",
+        **dict.fromkeys(("rope_scaling", "rope_theta"), _ROPE),
+        "max_total_tokens": "use {num_kv_blocks} N, each of {block_size} tokens",
         "uvicorn_log_level": "use `rollout serve --log-level`",
         "pipeline_parallel_size": _NO_PIPELINE,
         "pp_size": _NO_PIPELINE,
