@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -26,6 +27,8 @@ SAMPLING_FLAGS = tuple(
 # Flag, what follows it (a name: N is an integer, X a float; what may follow it; "" nothing),
 # default, help.
 Row = tuple[str, str | tuple[str, ...], Any, str]
+_FLAG = re.compile(r"--[A-Za-z][\w-]*|-[a-z]{1,2}")  # other words that begin with - are prompts
+_BEHIND = "a prompt that begins with - goes behind --, the last of all flags: --"
 TOKEN: Row = ("--token", "TOKEN", None, "bearer token of the service")
 
 
@@ -53,7 +56,10 @@ class Parser(argparse.ArgumentParser):
         if hasattr(args, "words"):
             rest = _take_words(args.words, rest)
         if rest:
-            raise ConfigError(self._unknown(args.parser, rest[0].partition("=")[0]))
+            flag = rest[0].partition("=")[0]
+            if hasattr(args, "words") and not _FLAG.fullmatch(flag):
+                raise ConfigError(f"unknown argument {rest[0]}; {_BEHIND} {rest[0]!r}")
+            raise ConfigError(self._unknown(args.parser, flag))
         return args
 
     def _unknown(self, command: argparse.ArgumentParser, word: str) -> str:
@@ -69,6 +75,8 @@ class Parser(argparse.ArgumentParser):
         }
         if word in theirs:
             return f"unknown argument {word}; here it is {theirs[word]}"
+        if why := _has_no_flag(command, word):
+            return f"unknown argument {word}; {why}"
         if meant := near(word, sorted({*command._option_string_actions, *theirs})):
             return f"unknown argument {word}; did you mean {theirs.get(meant, meant)}?"
         others = {flag for p in subparsers(self) for flag in p._option_string_actions}
@@ -81,6 +89,17 @@ class Parser(argparse.ArgumentParser):
         """The commands that have it; "" where none has."""
         having = [f"`{p.prog}`" for p in subparsers(self) if flag in p._option_string_actions]
         return ", ".join(having)
+
+
+def _has_no_flag(command: argparse.ArgumentParser, word: str) -> str:
+    """What to do for a sampling parameter that has no flag, where others have one; else ""."""
+    name = word.lstrip("-").replace("-", "_")
+    name = str(SAMPLING.same.get(name, name))
+    others = {f.name for f in fields(SamplingParams)} - {f.name for f in SAMPLING_FLAGS}
+    if name not in others or "--temperature" not in command._option_string_actions:
+        return ""
+    shown = "--json shows those of the sampled tokens; " if name == "logprobs" else ""
+    return f"{shown}in Python it is SamplingParams({name}=...)"
 
 
 def _take_words(words: list[str], rest: list[str]) -> list[str]:
@@ -139,8 +158,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """The settings that were given on the command line, over ``defaults``."""
-    given = {f.name: getattr(args, f.name) for f in ENGINE_FLAGS if hasattr(args, f.name)}
-    return EngineConfig.from_dict({**defaults, **given})
+    return EngineConfig.from_dict({**defaults, **_given(args, ENGINE_FLAGS)})
 
 
 def engine_flags(config: EngineConfig) -> list[str]:
@@ -166,18 +184,30 @@ def refuse_engine_flags(args: argparse.Namespace, beside: str, but: Sequence[str
     in ``but`` are of use there.
     """
     names = [f.name for f in ENGINE_FLAGS if hasattr(args, f.name) and f.name not in but]
-    given = [f"--{name.replace('_', '-')}" for name in names]
+    given = [as_flag(name) for name in names]
     given += ["--model"] if args.model_flag is not None else []
     if given:
+        own = [as_flag(f"sampling_{name}") for name in names]
+        own = [flag for flag in own if flag in args.parser._option_string_actions]
         raise ConfigError(
             f"{', '.join(given)}: a setting of the engine, which the service has chosen at its "
             f"start; leave it out beside {beside}"
+            + (f", or give {', '.join(own)}, of the request" if own else "")
         )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    given = {f.name: getattr(args, f"sampling_{f.name}", None) for f in SAMPLING_FLAGS}
-    return SamplingParams.from_dict({n: value for n, value in given.items() if value is not None})
+    return SamplingParams.from_dict(_given(args, SAMPLING_FLAGS, "sampling_"))
+
+
+def _given(
+    args: argparse.Namespace, flags: Sequence[Field[Any]], prefix: str = ""
+) -> dict[str, Any]:
+    """The values of the flags that are there; a list of ``none`` alone is none."""
+    given = {
+        f.name: getattr(args, prefix + f.name) for f in flags if hasattr(args, prefix + f.name)
+    }
+    return {name: None if value == [None] else value for name, value in given.items()}
 
 
 def _add_flags(group: Any, cls: type[Any], flags: Sequence[Field[Any]], prefix: str = "") -> None:
@@ -185,6 +215,8 @@ def _add_flags(group: Any, cls: type[Any], flags: Sequence[Field[Any]], prefix: 
     hints = get_type_hints(cls)
     for f in flags:
         options = _kind(hints[f.name])
+        if type(None) in get_args(hints[f.name]) and "none" in f.metadata["help"]:
+            options["type"] = _or_none(options.get("type", str))
         options |= {"metavar": f.metadata["metavar"]} if f.metadata.get("metavar") else {}
         name = f.name.removesuffix("s") if options.get("action") in ("append", _Pairs) else f.name
         if prefix and any(f.name == engines.name for engines in ENGINE_FLAGS):
@@ -202,12 +234,13 @@ def _add_flags(group: Any, cls: type[Any], flags: Sequence[Field[Any]], prefix: 
 def add_rows(group: Any, rows: Iterable[Row]) -> None:
     """A flag for each row of a table."""
     for name, value, default, text in rows:
-        options: dict[str, Any] = {"choices": value} if isinstance(value, tuple) else {}
-        if value == "":
+        options: dict[str, Any] = {}
+        if isinstance(value, tuple):
+            options = {"choices": value, "type": str.lower}  # INFO is info
+        elif value == "":
             options["action"] = "store_true"
         else:
-            options |= {"type": {"N": int, "X": float}.get(str(value), str)}
-            options |= {} if "choices" in options else {"metavar": value}
+            options |= {"type": {"N": int, "X": float}.get(value, str), "metavar": value}
         note = "" if value == "" else _default_note(default, text)
         text = text.replace("%", "%%") + note
         group.add_argument(name, default=default, help=text, **options)
@@ -232,6 +265,16 @@ def _kind(hint: Any) -> dict[str, Any]:
     if plain[0] is float:
         return {"type": float, "metavar": "X"}
     return {"metavar": "NAME"}
+
+
+def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``read``, or None of the word none, which such a flag's help names."""
+
+    def or_none(text: str) -> Any:
+        return None if text.lower() == "none" else read(text)
+
+    or_none.__name__ = read.__name__  # what argparse calls an invalid value
+    return or_none
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -173,6 +173,9 @@ def generate(args: argparse.Namespace) -> int:
     if not prompts:
         taken = "" if model is None else f", behind the model, for which {model!r} is taken"
         raise ConfigError(f"generate needs a prompt: a text, or --token-ids 1,2,3{taken}")
+    for word in filter(os.path.isdir, words):
+        taken = "a prompt (no MODEL is read beside --connect)" if model is None else "a prompt"
+        print(f"rollout: warning: the directory {word!r} is taken as {taken}", file=sys.stderr)
     params = sampling_params(args)
     if model is None:
         engine = connect(args, args.connect)

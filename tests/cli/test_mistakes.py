@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.cli.flags import engine_config, model_of, subparsers
+from rollout.cli.flags import engine_config, model_of, sampling_params, subparsers
 from rollout.cli.main import make_parser
 from rollout.cli.spellings import (
     COMMANDS,
@@ -144,12 +144,89 @@ def test_the_spellings_of_others_mean_ours() -> None:
 
 
 @pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--tensor_parallel_size 2 --trust_remote_code", {"tensor_parallel_size": 2,
+                                                          "trust_remote_code": True}),
+        ("--gpu_memory_utilization=.5 --mem_fraction_static .5", {"gpu_memory_utilization": 0.5}),
+        ("--generation-config vllm --kv-cache-dtype=auto --seed 3", {"seed": 3}),
+        ("--distributed-executor-backend mp", {"executor": "multiprocess"}),
+        ("--distributed_executor_backend=ray", {"executor": "ray"}),
+        ("--hf-overrides {\"rope_theta\":2}", {"hf_overrides": {"rope_theta": 2}}),
+    ],
+)  # fmt: skip
+def test_underscores_and_values_of_others_mean_ours(theirs: str, ours: dict[str, object]) -> None:
+    args = make_parser().parse_known(["serve", "m", *theirs.split()])
+    config = engine_config(args, model="m").to_dict()
+    assert {name: config[name] for name in ours} == ours
+    args = make_parser().parse_known(["info", "h:1", "--tls_ca", "a_b"])
+    assert args.tls_ca == "a_b"
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("--max-tokens", "max_tokens"),
+        ("--sampling-seed", "seed"),
+        ("--allowed-token-id", "allowed_token_ids"),
+        ("--min-version", "min_version"),
+        ("--sampling-on-stale", "on_stale"),
+        ("--adapter", "adapter"),
+    ],
+)
+def test_none_is_a_value_where_the_help_says_so(run: Run, tiny: Path, flag: str, name: str) -> None:
+    for word in ("none", "None"):
+        args = make_parser().parse_known(["generate", "m", "hi", flag, word])
+        assert getattr(sampling_params(args), name) is None
+    refused(run("generate", tiny, "hi", "--max-tokens", "all"), "invalid int value: 'all'")
+
+
+def test_choices_of_flags_may_be_in_capitals() -> None:
+    args = make_parser().parse_known(["serve", "m", "--log-level", "INFO"])
+    assert args.log_level == "info"
+
+
+def test_a_prompt_that_looks_like_a_flag_or_a_model_is_told(run: Run, tiny: Path) -> None:
+    for prompt in ("-5+3=", "-Hello"):
+        remedy = f"a prompt that begins with - goes behind --, the last of all flags: -- {prompt!r}"
+        refused(run("generate", "--connect", "h:1", prompt), f"unknown argument {prompt};", remedy)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    _, _, said = run("generate", "--connect", address, tiny, "hi")
+    assert f"the directory {str(tiny)!r} is taken as a prompt (no MODEL is read" in said
+    assert "'hi'" not in said
+
+
+def test_a_sampling_parameter_without_a_flag_is_told_where_it_is(run: Run, tiny: Path) -> None:
+    for flag in ("--logprobs", "--top-logprobs"):
+        said = "--json shows those of the sampled tokens; in Python it is SamplingParams(logprobs="
+        refused(run("generate", tiny, "hi", flag, 2), f"unknown argument {flag}; {said}")
+    refused(run("generate", tiny, "hi", "--pooling", "mean"), "it is SamplingParams(pooling=...)")
+
+
+@pytest.mark.parametrize(
     ("flag", "ours"),
     [
         ("--cpu-offload-gb=1", "--staging"),
         ("-pp", "there is no pipeline parallelism: use --tensor-parallel-size"),
         ("--data-parallel-size", "rollout serve --replicas N"),
         ("--runner", "--task classify"),
+        ("--enable-log-requests", "requests are not logged; --journal DIR"),
+        ("--no-enable-log-requests", "requests are not logged"),
+        ("--no-enable-chunked-prefill", "use --max-num-batched-tokens"),
+        ("--attention-backend", "leave it out"),
+        ("--compilation-config", "--cuda-graphs and --cuda-graph-size"),
+        ("--structured-outputs-config", "grammars are xgrammar's"),
+        ("--guided-decoding-backend", "grammars are xgrammar's"),
+        ("--grammar-backend", "grammars are xgrammar's"),
+        ("--schedule-policy", "first come is first served"),
+        ("--skip-server-warmup", "leave it out"),
+        ("--rope-scaling", 'use --hf-overrides {"rope_parameters": {...}}'),
+        ("--max-total-tokens", "use --num-kv-blocks N, each of --block-size tokens"),
+        ("--cuda-graph-max-bs", "use --cuda-graph-size, the batch sizes to capture"),
+        ("--generation-config", "sampling defaults never apply silently"),
+        ("--kv-cache-dtype=fp8", "the KV cache has the dtype of the model"),
+        ("--distributed-executor-backend=external_launcher", "use --executor"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(run: Run, tiny: Path, flag, ours) -> None:
@@ -310,6 +387,7 @@ def test_what_would_be_ignored_is_refused(run: Run, tiny: Path) -> None:
     words = ("--dtype, --num-threads", "leave it out beside --connect")
     ask = ("generate", "--connect", "127.0.0.1:9", "hi")
     refused(run(*ask, "--dtype", "float32", "--num-threads", 1), *words)
+    refused(run(*ask, "--seed", 1), "leave it out beside --connect, or give --sampling-seed, of")
     against = ("check", "--against", tiny, "127.0.0.1:9")
     refused(run(*against, "--tensor-parallel-size", 2), "leave it out beside --against")
     for command in (("check", tiny), ("generate", tiny, "hi")):
