@@ -10,8 +10,10 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from rollout.cli.tables import print_table
 from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.errors import ConfigError
 from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights.box import interval_boxes
 
 Holders = Mapping[Box, tuple[int, ...]]  # a box of one tensor -> the trainer ranks that hold it
 Wanted = tuple[tuple[Box, ...], ...]  # of one tensor, by rank of one engine
@@ -70,7 +73,11 @@ def add_plan(commands: Any, add_command: Any) -> None:
     """Register the command; ``add_command`` makes a subparser as the others have it."""
     parser = add_command(commands, "plan", run, "say what an update would move, from configs alone")
     for name, form, text in (
-        ("--trainer", "KIND:N", "the trainer: fsdp:256 | hsdp:4x64 (replicas x shards) | ddp:8"),
+        (
+            "--trainer",
+            "KIND:N",
+            "the trainer: fsdp:256 | hsdp:4x64 (replicas x shards) | zero3:256 | ddp:8",
+        ),
         ("--rollout", "tp:NxE", "the engines: tp:8x32 is 32 of 8 ranks each"),
         ("--model", "MODEL", "config.json, or a directory with one"),
     ):
@@ -111,10 +118,10 @@ def plan_traffic(
     bandwidths: Sequence[float] = BANDWIDTHS,
 ) -> Traffic:  # fmt: skip
     """Plan one update of every engine at once; ``bandwidths`` in 10^9 bytes per second."""
-    replicas, shards = _trainer(trainer)
+    replicas, shards, place = _trainer(trainer)
     size, engines = _rollout(rollout)
     metadata, wanted = _wants(model, size, dtype, expert_parallel)
-    holders = _holders(metadata, replicas, shards)
+    holders = _holders(metadata, partial(place, replicas=replicas, shards=shards))
     links = _links(metadata, holders, wanted, (replicas, size), bucket_bytes)
     sent: Counter[int] = Counter()
     taken: Counter[int] = Counter()
@@ -164,14 +171,18 @@ def _run_fleet(args: argparse.Namespace) -> int:
     return 0
 
 
-def _trainer(text: str) -> tuple[int, int]:
-    """(replicas, shards) of ``fsdp:N``, ``hsdp:RxN`` or ``ddp:N``."""
-    match = re.fullmatch(r"(fsdp|ddp):(\d+)|hsdp:(\d+)x(\d+)", text)
+def _trainer(text: str) -> tuple[int, int, Callable[..., dict[Box, tuple[int, ...]]]]:
+    """Replicas, shards and who holds what of ``fsdp:N``, ``hsdp:RxN``, ``zero3:N`` or ``ddp:N``."""
+    match = re.fullmatch(r"(fsdp|zero3|ddp):(\d+)|hsdp:(\d+)x(\d+)", text)
     if match is None:
-        raise ConfigError(f"--trainer {text!r}: expected fsdp:N, hsdp:RxN or ddp:N")
+        raise ConfigError(
+            f"--trainer {text!r}: expected fsdp:N, hsdp:RxN, zero3:N or ddp:N (ZeRO-1 and 2 hold "
+            "whole weights, as ddp)"
+        )
     kind, count, replicas, shards = match.groups()
     pair = (int(replicas), int(shards)) if kind is None else (1, int(count))
-    return _bounded(pair[::-1] if kind == "ddp" else pair, "--trainer")
+    place = _intervals if kind == "zero3" else _rows
+    return *_bounded(pair[::-1] if kind == "ddp" else pair, "--trainer"), place
 
 
 def _rollout(text: str) -> tuple[int, int]:
@@ -254,8 +265,10 @@ def _config(model: str, kind: Any) -> Any:
     return kind.from_hf(values, file=model)
 
 
-def _holders(metadata: Sequence[TensorMeta], replicas: int, shards: int) -> dict[str, Holders]:
-    """Rows of each tensor as a trainer has it in memory (experts fused), seen in file form."""
+def _holders(
+    metadata: Sequence[TensorMeta], place: Callable[[Shape], dict[Box, tuple[int, ...]]]
+) -> dict[str, Holders]:
+    """Parts of each tensor as a trainer has it in memory (experts fused), seen in file form."""
     from rollout.weights.spellings import Spellings
 
     spellings = Spellings.of({meta.name: meta.shape for meta in metadata})
@@ -267,12 +280,12 @@ def _holders(metadata: Sequence[TensorMeta], replicas: int, shards: int) -> dict
     found: dict[str, Holders] = {}
     for fused in spellings.fused.values():
         parts: dict[str, dict[Box, tuple[int, ...]]] = {}
-        for box, ranks in _rows(fused.shape, replicas, shards).items():
+        for box, ranks in place(fused.shape).items():
             for name, inside in fused.split_box(box, fused.shape):
                 parts.setdefault(name, {})[inside] = ranks
         found.update((name, shared(holders)) for name, holders in parts.items())
     by_shape = {
-        meta.shape: _rows(meta.shape, replicas, shards)
+        meta.shape: place(meta.shape)
         for meta in {m.shape: m for m in metadata if m.name not in found}.values()
     }
     return {m.name: found[m.name] if m.name in found else by_shape[m.shape] for m in metadata}
@@ -286,6 +299,17 @@ def _rows(shape: Shape, replicas: int, shards: int) -> dict[Box, tuple[int, ...]
             replica * shards + index for replica in range(replicas)
         )
         for index, start in enumerate(range(0, shape[0], step))
+    }
+
+
+def _intervals(shape: Shape, replicas: int, shards: int) -> dict[Box, tuple[int, ...]]:
+    """What ZeRO-3 makes: equal runs of the flattened tensor; ``replicas`` is 1."""
+    numel = prod(shape)
+    step = -(-numel // shards)
+    return {
+        box: (index,)
+        for index, start in enumerate(range(0, numel, step))
+        for box in interval_boxes(shape, start, min(start + step, numel))
     }
 
 

@@ -72,6 +72,12 @@ def columns(shape, rank, size):
     ]
 
 
+def partitions(shape, rank, size):
+    """What ZeRO-3 leaves on a rank: an equal run of the flattened tensor."""
+    step = -(-prod(shape) // size)
+    return interval_boxes(tuple(shape), rank * step, min((rank + 1) * step, prod(shape)))
+
+
 def layouts(place, size):
     return [
         {m.name: tuple((place if m.shape else whole)(m.shape, r, size)) for m in META}
@@ -122,8 +128,9 @@ def test_what_is_not_there_or_there_in_part_twice_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "size", "place"),
-    [("fsdp:2", 2, rows), ("fsdp:3", 3, rows), ("ddp:2", 2, whole)], ids=["fsdp2", "fsdp3", "ddp2"],
-)  # fmt: skip
+    [("fsdp:2", 2, rows), ("fsdp:3", 3, rows), ("zero3:3", 3, partitions), ("ddp:2", 2, whole)],
+    ids=["fsdp2", "fsdp3", "zero3", "ddp2"],
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_planned_bytes_are_what_moves(checkpoints, tmp_path, trainer, size, place, tp) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
