@@ -60,8 +60,18 @@ def access_of(method: str, path: str) -> Access:
     path = path.rstrip("/") or "/"  # the router sends it on there
     found = ROUTES.get((method, path))
     if found is None:
-        found = max((v for (_, p), v in ROUTES.items() if p == path), default=Access.CONTROL)
+        route = route_of(path)
+        found = max((v for (_, p), v in ROUTES.items() if p == route), default=Access.CONTROL)
     return found
+
+
+def route_of(path: str) -> str:
+    """The route that answers at ``path``: of that name, or one that takes any end, in braces."""
+    routes = {route for _, route in ROUTES}
+    if path in routes:
+        return path
+    open_ended = (route for route in routes if "{" in route)
+    return next((r for r in open_ended if path.startswith(r.partition("{")[0])), path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

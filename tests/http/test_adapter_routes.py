@@ -54,6 +54,9 @@ def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adap
     path = write(adapter_dir / "one")
     assert post("/v1/load_lora_adapter", lora_name="one", lora_path=path)[0] == 200
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "one"]
+    for name in ("one", "tiny:one"):
+        card = http.get(f"/v1/models/{name}").json()
+        assert (card["id"], card["parent"]) == ("one", "tiny")
     assert completion("one") == completion("tiny:one") != base
     assert completion("tiny") == base
     assert scores(model="one") == scores(adapter="one") == scores(model="tiny:one") != scores()

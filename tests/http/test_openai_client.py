@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import openai
@@ -12,7 +14,12 @@ from openai.types import embedding_create_params as embedding_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as responses_params
 from pydantic import BaseModel
+from server_settings import TOKEN
+from serving import Served
 
+from rollout import AsyncRollout
+from rollout.server.auth import Tokens
+from rollout.server.http.app import build_app
 from rollout.server.http.chat_body import ChatBody
 from rollout.server.http.embeddings import EmbeddingBody
 from rollout.server.http.responses_api import _OWN, _RENAMED, _STORED
@@ -20,6 +27,27 @@ from rollout.server.http.types import ACCEPTED, NEUTRAL, UNSUPPORTED, Completion
 
 PROMPT = [5, 6, 7, 8]
 IDS = {"return_token_ids": True}
+
+
+def test_a_model_is_retrieved_by_its_name(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("tiny") == client.models.list().data[0]
+    for name in ("tinier", "org/tiny", "tiny/"):
+        with pytest.raises(openai.NotFoundError, match=f"the model '{name}' does not exist; this"):
+            client.models.retrieve(name)
+    behind = client.with_options(base_url=client.base_url.join("/behind/a/proxy/v1"))
+    assert behind.models.retrieve("tiny").id == "tiny"
+
+
+async def test_names_of_models_may_have_slashes(served: Served) -> None:
+    async with AsyncRollout.connect(served.grpc, token=TOKEN) as rollout:
+        info = replace(await rollout.server_info(), model="org/tiny")
+        rollout.server_info = AsyncMock(return_value=info)
+        transport = httpx.ASGITransport(build_app(rollout, tokens=Tokens()))
+        async with (
+            httpx.AsyncClient(transport=transport) as http,
+            openai.AsyncOpenAI(base_url="http://here/v1", api_key="none", http_client=http) as asks,
+        ):
+            assert (await asks.models.retrieve("org/tiny")).id == "org/tiny"
 
 
 def test_token_id_prompts_bring_ids_logprobs_and_versions(client: openai.OpenAI) -> None:

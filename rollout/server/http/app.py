@@ -174,6 +174,22 @@ async def load(rollout: Engine) -> dict[str, int]:
 
 @routes.on("GET", "/v1/models", Access.GENERATION)
 async def models(rollout: Engine) -> dict[str, Any]:
+    return {"object": "list", "data": await _cards(rollout)}
+
+
+@routes.on("GET", "/v1/models/{model:path}", Access.GENERATION)
+async def one_model(rollout: Engine, model: str) -> dict[str, Any]:
+    """The model, or an adapter by the names that requests may give it; hub ids have slashes."""
+    if not model:  # of a trailing slash
+        return {"object": "list", "data": await _cards(rollout)}
+    await served_model(rollout, model)
+    base, *adapters = await _cards(rollout)
+    name = model.removeprefix(f"{base['id']}:")
+    return next((card for card in adapters if card["id"] == name), base)
+
+
+async def _cards(rollout: AsyncRollout) -> list[dict[str, Any]]:
+    """The model's, then those of its adapters."""
     info = await rollout.server_info()
     card = {
         "id": info.model,
@@ -184,7 +200,7 @@ async def models(rollout: Engine) -> dict[str, Any]:
         "max_model_len": info.max_model_len,
     }
     more = [{**card, "id": name, "parent": info.model} for name in adapter_names(rollout)]
-    return {"object": "list", "data": [card, *more]}
+    return [card, *more]
 
 
 @routes.on("GET", "/version", Access.GENERATION)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.api import AsyncRollout
 from rollout.errors import ConfigError, EngineClosed
-from rollout.server.auth import ROUTES, Access, Tokens, access_of
+from rollout.server.auth import ROUTES, Access, Tokens, access_of, route_of
 from rollout.server.http.control_params import StrictRoute
 from rollout.server.http.errors import ErrorShape, error_body, shaped
 from rollout.server.http.json_response import JSONResponse
@@ -119,7 +119,7 @@ class Guard:
             return JSONResponse(*shaped(self._shapes, path, text, kind, status), asks)
 
         if self._open is not None:
-            if path not in self._open:
+            if route_of(path) not in self._open:
                 text = f"{path} is none of the routes that are open at this address"
                 return refuse(text, "NotFoundError", 404)
         elif why := self._tokens.refusal(path, _given(headers), method):
