@@ -39,7 +39,7 @@ REMEDIES = {
     "embedding": "compare what embeddings are multiplied by, and how the vocabulary is padded",
     "norm": "give both sides the config's epsilon and dtype of norms (rms_norm_eps)",
     "rope": "give both sides the same rope_theta and rope scaling: the trainer's config, or "
-    "hf_overrides= here",
+    'hf_overrides={"rope_parameters": {"rope_theta": ...}} here',
     "attention": "compare the attention's scale, soft cap, window and mask; of transformers "
     'attn_implementation="eager" has them all',
     "mlp": "compare the activation and the order of gate and up",

@@ -227,6 +227,13 @@ def test_the_command_names_and_draws_the_first_place_that_differs(stacks, tmp_pa
     said = capsys.readouterr().out
     assert "first difference: rope at " in said
     assert re.search(r"^  \S*rotary_emb +#+ .* x rounding$", said, re.MULTILINE)
+    assert 'hf_overrides={"rope_parameters": {"rope_theta": ...}} here' in said
+    theta = {"rope_theta": values["rope_parameters"]["rope_theta"]}
+    settings = {"device": "cpu", "num_threads": 1, "skip_tokenizer_init": True}
+    with Rollout(directory, hf_overrides={"rope_parameters": theta}, **settings) as mended:
+        trainer = ["--model", str(tmp_path), "--checkpoint", str(directory), "--tokens", "8"]
+        assert main(["diagnose", mended.address, *trainer]) == 0
+    capsys.readouterr()
     assert main(asked) == 1  # which takes the service to run by the trainer's own config
     assert "say which: --checkpoint DIR" in capsys.readouterr().out
 
