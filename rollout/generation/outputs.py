@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from numpy.typing import NDArray
 
@@ -32,7 +32,8 @@ class Logprobs:
     """Per output token, float32 natural logarithms.
 
     ``raw``: log-softmax of the model's logits. ``processed``: of the distribution that was sampled
-    (renormalised over the kept tokens). ``log_kept_mass``: log of the tempered probability mass
+    (renormalised over the kept tokens); of a greedy request at temperature 1, so ``raw`` where no
+    penalty, bias or mask applies. ``log_kept_mass``: log of the tempered probability mass
     that the filters kept, so ``processed = log_softmax(logits / T) - log_kept_mass`` where no
     penalty or bias applies. ``top``: for each position the ``logprobs`` most likely tokens, by raw
     logprob unless ``top_logprobs_mode`` says otherwise, and the sampled one; None when not asked
@@ -43,6 +44,12 @@ class Logprobs:
     processed: list[float]
     log_kept_mass: list[float]
     top: list[dict[int, float]] | None = None
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError(
+            f"Logprobs are columns: .raw[{index!r}] and .processed[{index!r}] of that "
+            "token, .top of it by token id where logprobs=k was asked for"
+        )
 
 
 CUT_SHORT = ("abort", "error")  # reasons to finish that neither the model nor a limit gave

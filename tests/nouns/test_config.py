@@ -10,7 +10,7 @@ import torch
 from rollout import Rollout
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError, InvalidRequest
-from rollout.generation import SamplingParams
+from rollout.generation import Logprobs, SamplingParams
 from rollout.wire.spellings import EMBEDDED, SAMPLING
 
 
@@ -27,6 +27,9 @@ def test_an_unknown_engine_setting_names_the_nearest_known_one() -> None:
         ({"mem_fraction_static": 0.9}, "here it is 'gpu_memory_utilization'"),
         ({"port": 8000}, "r.serve(host, port"),
         ({"bloc_size": 8}, "did you mean 'block_size'?"),
+        ({"max_total_tokens": 8}, "use num_kv_blocks= N, each of block_size= tokens"),
+        ({"rope_scaling": {}}, 'use hf_overrides= {"rope_parameters": {...}}'),
+        ({"compilation_config": 3}, "cuda_graphs= and cuda_graph_sizes= say what is captured"),
     ],
 )
 def test_a_setting_in_another_engines_words_is_told_in_ours(theirs, words) -> None:
@@ -50,6 +53,11 @@ def test_a_parameter_in_another_engines_words_is_told_in_ours(theirs, words) -> 
             make()
     with pytest.raises(InvalidRequest, match="given by name"):
         SamplingParams(0.7)
+
+
+def test_logprobs_that_are_taken_for_a_list_say_that_they_are_columns() -> None:
+    with pytest.raises(TypeError, match=r"Logprobs are columns: \.raw\[0\] and \.processed\[0\]"):
+        Logprobs([-1.0], [-1.0], [0.0])[0]
 
 
 def test_every_spelling_of_others_leads_to_a_field_of_ours() -> None:
