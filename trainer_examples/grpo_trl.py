@@ -3,8 +3,9 @@
     python trainer_examples/grpo_trl.py [--steps N] [--replicas N]
 
 The trainer is told how to sample by its `rollout_func`: before sampling, the weights are pushed if
-a step has changed them; then the prompts go to the service. It needs no vLLM and no GPU, works with
-every source that `update_weights` takes (FSDP, DeepSpeed, PEFT ...), and each update is verified.
+a step has changed them; then the prompts go to the service. It needs TRL (`pip install -c
+constraints.txt trl`), but no vLLM and no GPU, works with every source that `update_weights` takes
+(FSDP, DeepSpeed, PEFT ...), and each update is verified.
 
 The other way is TRL's server mode: `use_vllm=True, vllm_mode="server"` and `vllm_server_base_url`
 pointing at `rollout serve --logprobs-mode processed_logprobs`. TRL then also corrects its loss for
