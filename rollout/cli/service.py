@@ -271,6 +271,7 @@ async def _leave(backend: Backend, timeout: float | None, at_once: asyncio.Event
     """
     if timeout is None:
         timeout = MEMBER_TIMEOUT if backend.is_member else 0.0
+    backend.leave()
     if not timeout:
         return
 
@@ -280,7 +281,6 @@ async def _leave(backend: Backend, timeout: float | None, at_once: asyncio.Event
                 while not (at_once.is_set() or backend.has_left):
                     await asyncio.sleep(_LOOK)
 
-    backend.leave()
     log.info("no new requests are taken; those that run have %g s to end", timeout)
     await wait(timeout)
     if not (at_once.is_set() or backend.has_left):

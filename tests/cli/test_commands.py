@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,7 +229,7 @@ def test_standard_output_has_the_ready_line_and_nothing_else(capsys) -> None:
     async def service() -> AsyncIterator[Up]:
         print("(autoscaler +1s) Resized to 2 CPUs.")
         asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
-        yield Up("h:1", "h:2", None)
+        yield Up("h:1", "h:2", SimpleNamespace(leave=lambda: None))
         print("(autoscaler +9s) Removing 1 nodes of type worker (idle).")
 
     args = Namespace(exit_with_stdin=False, shutdown_timeout=0.0)

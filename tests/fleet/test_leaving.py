@@ -124,6 +124,20 @@ def test_an_engine_alone_ends_its_requests_where_it_is_told_for_how_long(checkpo
         assert time.monotonic() - begun < 30
 
 
+def test_an_engine_that_ends_at_once_takes_nothing_new_meanwhile(checkpoint, trained):
+    """Neither requests, which it would not finish, nor weights, which would be lost with it."""
+    with serve(checkpoint, *FLAGS) as served, Rollout.connect(served.grpc) as client:
+        with closing(client.stream([1, 2], LONG)) as stream:
+            next(stream)
+            served.process.send_signal(signal.SIGINT)
+            with pytest.raises(EngineClosed):
+                list(stream)
+        for verb in (lambda: client.generate([1, 2], LONG), lambda: client.update_weights(trained)):
+            with pytest.raises(EngineClosed):
+                verb()
+        assert served.process.wait(30) == 0
+
+
 def test_a_member_that_is_let_go_has_its_notice_and_then_others_go_on(front, trained):
     fleet, client = front.fleet, front.rollout
     expected = tokens(client.generate(PROMPTS, LONG))

@@ -16,6 +16,7 @@ from dataclasses import replace
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
 from rollout.engine.pins import PinTerms
+from rollout.engine.serving_lease import LEAVING
 from rollout.engine.updates.adapters import AdapterUpdates
 from rollout.engine.updates.begin_check import check_label, check_request
 from rollout.engine.updates.commit import Switch
@@ -27,6 +28,7 @@ from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineBroken,
+    EngineClosed,
     VersionConflict,
 )
 from rollout.weight_sync.protocol import zstd
@@ -325,6 +327,8 @@ class Coordinator:
     def check(self, request: UpdateRequest) -> int:
         """The version that the update will make; called by the holder of the lease."""
         live = (self.engine.epoch, self.engine.version)
+        if self.engine.leaving and self.engine.serving.left is None:  # a member's fleet knows
+            raise EngineClosed(LEAVING)
         if request.base is not None and tuple(request.base) != live:
             raise VersionConflict(
                 f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
