@@ -23,6 +23,7 @@ class RequestCheck:
         self._check_length(request)  # first, and without a look at the tokens
         self._check_tokens(request)
         self._check_images(request)
+        self._check_drawable(request)
         self._check_alternatives(request)
         self._check_texts(request.params)
         self._check_delivered(request)
@@ -74,6 +75,19 @@ class RequestCheck:
                         f"{name}: token id {token} in {where} is outside the vocabulary of "
                         f"{self._vocab_size}"
                     )
+
+    def _check_drawable(self, request: Request) -> None:
+        params = request.params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._model.eos_ids)}
+        if (
+            params.min_tokens
+            and params.allowed_token_ids
+            and ends.issuperset(params.allowed_token_ids)
+        ):
+            raise InvalidRequest(
+                f"request {request.request_id!r}: all of allowed_token_ids end an answer, which "
+                f"may not end before min_tokens={params.min_tokens}: nothing could be drawn"
+            )
 
     def _check_images(self, request: Request) -> None:
         image_token = self._model.image_token

@@ -23,7 +23,7 @@ MAX_NAME = 256  # characters of an adapter's, a group's and a session's
 MAX_INT = (1 << 63) - 1  # of whatever else is a whole number: what our gRPC fields hold
 
 TOP_MODES = ("raw", "tempered", "processed")  # after edits and penalties; and after filters, too
-MAX_BIAS = 1e30  # within this and the bounds below no float32 of the sampler overflows
+MAX_BIAS = 1e25  # within this and the bounds below no float32 of the sampler overflows
 
 # ---- what a sampling parameter may be: ``read`` returns it as it is kept, or raises ValueError
 # with what it "must ..." ----
@@ -182,7 +182,7 @@ class SamplingParams:
         1.0, _number("[1e-6, 1e6]"), "in [1e-6, 1e6]; 1: none; counts the prompt's tokens, too"
     )
     logit_bias: Mapping[int, float] | None = _param(
-        None, _bias, "token id -> what is added to its logit, within +-1e30; at most 65,536 tokens"
+        None, _bias, "token id -> what is added to its logit, within +-1e25; at most 65,536 tokens"
     )
     seed: int | None = _param(
         None,

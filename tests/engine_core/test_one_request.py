@@ -20,6 +20,7 @@ from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sequence import Sequence
 from rollout.errors import EngineError, InvalidRequest
 from rollout.generation import Completion, Request, SamplingParams
+from rollout.generation.sampling_params import GREEDY_BELOW, MAX_BIAS
 
 VOCAB = 320
 NEIGHBOUR = {"max_tokens": 3, "seed": 5, "logprobs": 2}
@@ -130,6 +131,17 @@ def test_any_request_is_refused_or_ends_and_its_neighbour_is_untouched(core: Eng
 
 def bits(sample: Completion) -> tuple[object, ...]:
     return sample.token_ids, sample.logprobs
+
+
+def test_settings_alone_give_no_logits_that_are_no_numbers(core: EngineCore) -> None:
+    """They would look like weights that diverged."""
+    only = {"allowed_token_ids": (2,), "stop_token_ids": (2, 3), "min_tokens": 2}
+    with pytest.raises(InvalidRequest, match="all of allowed_token_ids end an answer"):
+        run(core, request("a", max_tokens=4, **only))
+    steep = {"logit_bias": {5: MAX_BIAS}, "repetition_penalty": 1e-6, "temperature": GREEDY_BELOW}
+    ended = run(core, request("b", [5, 6], max_tokens=4, **steep))["b"].outputs[0]
+    assert ended.finish_reason in ("length", "stop")
+    assert core.stats().nan_logits_total == 0
 
 
 def test_what_cannot_be_encoded_ends_its_own_request_alone(start: Start) -> None:
