@@ -85,9 +85,12 @@ class PromptPreparer:
 
     def tokenizer(self, what: str) -> Tokenizer:
         if self._core.tokenizer is None:
+            why, remedy = f"{self._core.config.model} has none", "with tokenizer=DIRECTORY"
+            if self._core.config.skip_tokenizer_init:
+                why = "this engine was started with skip_tokenizer_init=True"
+                remedy = "without that"
             raise InvalidRequest(
-                f"{what} needs a tokenizer, but {self._core.config.model} has none: send token "
-                "ids, or start the engine with tokenizer=DIRECTORY"
+                f"{what} needs a tokenizer, but {why}: send token ids, or start the engine {remedy}"
             )
         return self._core.tokenizer
 

@@ -402,8 +402,11 @@ def test_a_cache_beyond_the_free_memory_is_refused(run: Run, tiny: Path) -> None
             refused(run(*command, flag, value), f"{name}={value} is a KV cache of", "lower it")
 
 
-def test_bad_prompts_and_parameters_are_named(run: Run, bare: Path) -> None:
-    refused(run("generate", bare, "hi", *CPU), "needs a tokenizer", name="InvalidRequest")
+def test_bad_prompts_and_parameters_are_named(run: Run, tiny: Path, bare: Path) -> None:
+    result = run("generate", bare, "hi", *CPU)
+    refused(result, "needs a tokenizer, but", "has none", name="InvalidRequest")
+    result = run("generate", tiny, "hi", "--skip-tokenizer-init", *CPU)
+    refused(result, "started with skip_tokenizer_init=True", "without", name="InvalidRequest")
     refused(run("generate", bare, "--token-ids", "1,x", *CPU), "--token-ids")
     result = run("generate", bare, "--token-ids", "1,99999", *CPU)
     refused(result, "outside the vocabulary", name="InvalidRequest")
