@@ -68,9 +68,13 @@ def own_names(component: str, names: Mapping[str, str]) -> dict[str, str]:
 
 def check_components(sent: Iterable[str], known: Sequence[str]) -> None:
     """``WeightMismatch`` that names the components that an engine of ``known`` ones has not."""
-    absent = [component for component in dict.fromkeys(sent) if component not in known]
+    sent = list(dict.fromkeys(sent))
+    absent = [component for component in sent if component not in known]
     if absent:
+        # None that is here: most likely the policy, under a name of the trainer's.
+        policy = f"if {absent[0]!r} is the policy, pass it by itself or name it {POLICY!r}; "
         raise WeightMismatch(
             f"the engine has no component {some(list(map(repr, absent)))}: it has "
-            f"{', '.join(known)}; leave the others out, or start it with components="
+            f"{', '.join(known)}; {policy if absent == sent else ''}leave the others out, or start "
+            "it with components="
         )

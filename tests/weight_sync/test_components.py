@@ -47,11 +47,23 @@ def test_an_engine_refuses_components_that_it_has_not_by_name(engine, checkpoint
     assert same(engine.live(), before)
 
 
-def test_a_sender_of_a_component_is_told_before_anything_is_sent(engine, checkpoints) -> None:
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (("policy", "draft"), "no component 'draft': it has policy; leave the others out"),
+        (
+            ("model", "optimizer"),
+            "no component 'model', 'optimizer': it has policy; if 'model' is the policy, pass it "
+            "by itself or name it 'policy'; ",
+        ),
+    ],
+)
+def test_a_sender_of_a_component_is_told_before_anything_is_sent(
+    engine, checkpoints, names, says
+) -> None:
     version = engine.version
-    sent = {"policy": checkpoints[2], "draft": checkpoints[1]}
-    with pytest.raises(WeightMismatch, match=r"no component 'draft': it has policy"):
-        Trainer(engine, "inline").send(sent)
+    with pytest.raises(WeightMismatch, match=says):
+        Trainer(engine, "inline").send(dict.fromkeys(names, checkpoints[2]))
     assert engine.version == version
 
 

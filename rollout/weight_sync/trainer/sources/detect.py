@@ -316,7 +316,9 @@ def _are_components(obj: Any) -> bool:
 def _components(obj: Mapping[Any, Any], take_first: bool) -> Detected:
     parts = tuple((str(name), detect(obj[name], take_first=take_first)) for name in obj)
     if nested := [name for name, part in parts if part.parts]:
-        raise ConfigError(f"component {nested[0]!r} is {{name: source}} again; pass its source")
+        raise ConfigError(
+            f"component {nested[0]!r} is {{name: source}} again; pass its source, or leave it out"
+        )
     return combined(parts)
 
 
