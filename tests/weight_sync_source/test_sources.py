@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,10 +110,30 @@ def test_what_the_trainers_iterator_raises_is_the_cause() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("item", ["a", ("a",), ("a", 1), (1, torch.zeros(1))])
-def test_items_that_are_no_pairs_are_named(item: object) -> None:
-    with pytest.raises(SourceFailed, match="expected"):
-        list(detect([item]).source(aliases={}, dtype=FP32))
+NO_PAIRS: list[tuple[object, str]] = [
+    ("a", "got 'a'; leave out what is no tensor"),
+    (3, "got int; leave out"),
+    (("a", 1), "got ('a', int); leave out what is no tensor"),
+    (("a",), "got ('a'); give the name and the tensor"),
+    (("a", torch.zeros(1), 1), "got ('a', Tensor, int); give the name and the tensor, and nothing"),
+    ((1, torch.zeros(1)), "got (int, Tensor); a name is a text"),
+    ((torch.zeros(1), "a"), "got (Tensor, 'a'); the name comes first"),
+    (("a", torch.zeros(9).numpy()), "got ('a', numpy.ndarray); make a tensor of it by torch.from"),
+    (("a", {}), "got ('a', dict); if 'a' is the model's, pass that by itself"),
+    (nn.Linear(1, 1), "got a Linear: pass the module itself"),
+    (torch.zeros(1), "got a Tensor without its name: pass the module, or named_parameters()"),
+]
+
+
+@pytest.mark.parametrize(("item", "says"), NO_PAIRS, ids=[says[:24] for _, says in NO_PAIRS])
+def test_items_that_are_no_pairs_are_named_with_the_remedy(item: object, says: str) -> None:
+    expected = re.escape(f"expected (name, tensor), {says}")
+    with pytest.raises(SourceFailed, match=f"^{expected}"):
+        detect([item]).source(aliases={}, dtype=FP32)
+    good = ("b", torch.zeros(1))
+    for items, where in (([item], "at the start"), ([good, item], "after 'b'")):
+        with pytest.raises(SourceFailed, match=f"^{where}: {expected}"):
+            list(detect(iter(items)).source(aliases={}, dtype=FP32))
 
 
 def test_a_source_that_holds_nothing_is_an_error(tmp_path: Path) -> None:

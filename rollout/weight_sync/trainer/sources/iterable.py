@@ -12,6 +12,7 @@ from rollout.errors import SourceFailed, WeightMismatch
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.codes import with_codes
 from rollout.weight_sync.trainer.sources.names import Naming
+from rollout.weight_sync.trainer.sources.pairs import pair_of
 from rollout.weight_sync.trainer.sources.values import is_dtensor, readable
 from rollout.weights import Box, TensorMeta
 
@@ -70,26 +71,16 @@ def _alone(name: str, tensor: Any) -> Tensor:
     return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
-def _shown(item: Any) -> str:
-    if isinstance(item, Tensor):
-        return f"a {type(item).__name__} without its name: pass the module, or named_parameters()"
-    return f"{' '.join(repr(item).split()):.80}"
-
-
 def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
-    last = "the first tensor"
+    last = ""
     try:
         for item in items:
-            if not isinstance(item, tuple | list) or len(item) != 2:
-                raise SourceFailed(f"after {last}: expected (name, tensor), got {_shown(item)}")
-            name, tensor = item
-            if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise SourceFailed(f"after {last}: expected (name, tensor), got {_shown(item)}")
+            name, tensor = pair_of(item, f"after {last}: " if last else "at the start: ")
             last = repr(name)
             yield name, readable(name, _alone(name, tensor))
     except (SourceFailed, WeightMismatch):
         raise
     except Exception as error:
-        raise SourceFailed(f"the iterable raised at {last}: {type(error).__name__}: {error}") from (
-            error
-        )
+        raise SourceFailed(
+            f"the iterable raised at {last or 'the first tensor'}: {type(error).__name__}: {error}"
+        ) from error

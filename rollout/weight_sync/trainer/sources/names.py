@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.errors import SourceFailed, WeightMismatch
+from rollout.errors import WeightMismatch
+from rollout.weight_sync.trainer.sources.pairs import pair_of
 from rollout.weights import CASTABLE
 from rollout.weights.names import file_form, is_weight, weight_dtype
 from rollout.weights.quantization import Scheme
@@ -135,17 +136,7 @@ Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 def pairs(weights: Pairs) -> list[tuple[str, Tensor]]:
     """What a dict or a list holds, if it is names and tensors."""
-    found = []
-    items: Iterable[Any] = weights.items() if isinstance(weights, Mapping) else weights
-    for item in items:
-        pair = item if isinstance(item, tuple | list) and len(item) == 2 else (None, None)
-        if not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
-            raise SourceFailed(
-                f"expected (name, tensor), got {' '.join(repr(item).split()):.80}; leave out "
-                "what is no tensor"
-            )
-        found.append((pair[0], pair[1]))
-    return found
+    return [*map(pair_of, weights.items() if isinstance(weights, Mapping) else weights)]
 
 
 def held_by(weights: nn.Module | Pairs) -> list[tuple[str, Tensor]]:

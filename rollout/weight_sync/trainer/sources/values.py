@@ -26,6 +26,7 @@ from rollout.weight_sync.trainer.sources.base import (
     WeightSource,
 )
 from rollout.weight_sync.trainer.sources.names import wire_dtype
+from rollout.weight_sync.trainer.sources.pairs import pair_of
 from rollout.weights import Box, TensorMeta
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_of
@@ -156,7 +157,7 @@ class Incoming:
         # An iterator that ends early must close the inner one: it may hold gathered parameters.
         with closing(items) if hasattr(items, "close") else nullcontext():
             for item in items:
-                name, tensor = _pair(item)
+                name, tensor = pair_of(item)
                 if tensor is self._left:
                     self._check_dtype(name, tensor)
                     yield Piece.whole(name, tensor)
@@ -231,10 +232,3 @@ class Incoming:
             want is not None or tensor.dtype.is_floating_point
         ):
             raise WeightMismatch(f"{name} {wrong}", problems=[f"{name} {wrong}"])
-
-
-def _pair(item: Any) -> tuple[str, Tensor]:
-    name, tensor = item
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise TypeError(f"it yielded {item!r:.80}, not a pair (name, tensor)")
-    return name, tensor
