@@ -146,7 +146,17 @@ def test_a_source_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
         detect(tmp_path).source(aliases={}, dtype=FP32)
 
 
-@pytest.mark.parametrize("odd", [3, None, torch.zeros(2), b"bytes", "no/such/directory"])
+def test_a_path_that_is_no_directory_is_told_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'no/such/directory': no such directory here"):
+        detect("no/such/directory")
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    for path in (file, str(file)):
+        with pytest.raises(ConfigError, match=r"model\.safetensors is a file; give the directory"):
+            detect(path)
+
+
+@pytest.mark.parametrize("odd", [3, None, torch.zeros(2), b"bytes"])
 def test_an_unknown_object_is_refused_naming_what_is_accepted(odd: object) -> None:
     with pytest.raises(ConfigError, match="FSDP2"):
         detect(odd).source(aliases={}, dtype=FP32)

@@ -35,7 +35,9 @@ def kind_of(obj: Any) -> str:
     if isinstance(obj, str | Path):
         if Path(obj).is_dir():
             return "directory"
-        raise ConfigError(f"{str(obj)!r} is not a directory; a weight source is {ACCEPTED}")
+        if Path(obj).exists():
+            raise ConfigError(f"{obj} is a file; give the directory it lies in")
+        raise ConfigError(f"{str(obj)!r}: no such directory here; check the path")
     if _holds_dtensors(obj):
         return "fsdp2"
     if isinstance(obj, (Mapping, *READ_TWICE)):
