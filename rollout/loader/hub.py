@@ -53,6 +53,13 @@ def resolve_model(
     kinds = _KINDS.get(load_format, (SAFETENSORS, PT))
     if (found := _not_of_the_hub(model, revision, kinds, "revision")) is not None:
         if not (found / "config.json").is_file():
+            if (found / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"{found} is an adapter, not a model: start its base model, with "
+                    "max_adapters=1 or more to serve it unmerged, and load it by "
+                    "load_lora_adapter, or by `rollout serve --max-adapters 1 --lora-modules "
+                    f"NAME={found}`"
+                )
             raise ConfigError(f"{found} holds no config.json; is it a checkpoint directory?")
         return found
     for local in (True, False):

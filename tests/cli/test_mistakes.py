@@ -313,6 +313,11 @@ def test_missing_and_truncated_files_are_named(run: Run, tiny: Path, tmp_path: P
     refused(run("check", model), "model.safetensors")
     weights.unlink()
     refused(run("check", model), "safetensors")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    refused(run("check", adapter), "holds no config.json")
+    (adapter / "adapter_config.json").write_text("{}")
+    refused(run("check", adapter), "is an adapter", "--max-adapters 1 --lora-modules NAME=")
 
 
 def test_weights_of_another_shape_are_a_mismatch(run: Run, tiny: Path, tmp_path: Path) -> None:
