@@ -151,6 +151,14 @@ def test_a_config_without_architectures_is_read_by_its_model_type(tmp_path):
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelConfig.from_directory(tmp_path).architecture == "Qwen3ForCausalLM"
+    for kind, says in (
+        ("foo", "unknown model_type 'foo', and no 'architectures'; name the architecture there"),
+        ("qwen33", "unknown model_type 'qwen33', .* did you mean 'qwen3'"),
+        ("clip", "field 'architectures' is missing"),  # no language model, but known
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        with pytest.raises(ConfigError, match=says):
+            ModelConfig.from_directory(tmp_path)
 
 
 REGISTERED = """

@@ -15,6 +15,7 @@ from rollout.models.config.moe import MoEConfig, read_moe
 from rollout.models.config.reader import Reader
 from rollout.models.config.text import PREFIXES, text_config
 from rollout.weights.files.packed_int import AWQ, COMPRESSED, GPTQ
+from rollout.wire.spellings import near
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 GEMMA = ("hidden_act", "gelu_pytorch_tanh")  # whose first releases call it "gelu"
@@ -24,11 +25,18 @@ def read_architectures(read: Reader) -> list[str]:
     """What the file names; of one that names none, what transformers has for its ``model_type``."""
     kind = read.values.get("model_type")
     if not read.values.get("architectures") and isinstance(kind, str):
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
         if name is not None:
             return [name] if isinstance(name, str) else [name[0]]
+        if kind not in CONFIG_MAPPING_NAMES:
+            meant = near(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+            raise ConfigError(
+                f"{read.file}: unknown model_type {kind!r:.80}, and no 'architectures'; "
+                + (f"did you mean {meant!r}?" if meant else "name the architecture there")
+            )
     return read.names("architectures")
 
 
