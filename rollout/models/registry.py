@@ -6,12 +6,13 @@ import functools
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, some
 from rollout.models import architectures as declared
 from rollout.models.arch import Arch
 from rollout.wire.spellings import near
@@ -57,7 +58,7 @@ class Registry:
         return self._first_known(architectures) is not None
 
     def choose(self, architectures: Iterable[str]) -> str:
-        """The first supported name; ``ConfigError`` lists the supported ones and the nearest."""
+        """The first supported name; ``ConfigError`` lists those that are most like it."""
         names = list(architectures)
         if (name := self._first_known(names)) is None:
             raise self.refusal(names)
@@ -93,9 +94,12 @@ class Registry:
         strange = [name for name in names if name not in dir(transformers)]
         meant = next(filter(None, (near(name, supported, TYPO) for name in strange)), None)
         hint = f" Did you mean {meant!r}?" if meant else ""
+        first = names[0] if names else ""
+        likest = sorted(supported, key=lambda one: -SequenceMatcher(None, one, first).ratio())
         return ConfigError(
-            f"architectures {names} are not supported.{why}{hint} Supported: "
-            f"{', '.join(supported)}, and ...{CLASSIFIER} over those of text alone."
+            f"architectures {names} are not supported.{why}{hint} Supported: {some(likest)}, and "
+            f"...{CLASSIFIER} over those of text alone; docs/models.md has all, and `rollout "
+            "check` tells of any checkpoint."
         )
 
     def load(self, architecture: str) -> Any:
