@@ -23,8 +23,9 @@ from rollout.models.layers.base import Build, Layer
 from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
 from rollout.models.layers.score_head import ScoreHead
-from rollout.models.model import HEAD, Model
+from rollout.models.model import Model
 from rollout.models.weight_io.table import build_table
+from rollout.weights.names import HEAD
 
 
 class CausalLM(Model):

@@ -23,11 +23,11 @@ from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
-from rollout.models.model import EMBEDDING, HEAD, Model
+from rollout.models.model import Model
 from rollout.models.weight_io.load import WeightLoad, WholePlan
 from rollout.models.weight_io.table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, LazyTensor, Shape, TensorMeta, WeightSlot, WeightValue
-from rollout.weights.names import weight_dtype
+from rollout.weights.names import EMBEDDING, HEAD, weight_dtype
 from rollout.weights.spellings import Spellings
 
 Items = Iterable[tuple[str, Tensor]]

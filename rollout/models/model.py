@@ -21,7 +21,6 @@ from rollout.models.weight_io.table import DIGESTS, WeightTable
 from rollout.weights import TensorMeta, WeightSlot, WeightValue
 from rollout.weights.names import weight_dtype
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MOST_REGIONS = 64  # lists of slots whose places are kept
 
 

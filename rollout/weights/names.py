@@ -26,6 +26,9 @@ DERIVED = frozenset({"inv_freq"})
 # are added to scores, say how a state goes on, or are the norms of DoRA.
 WIDE = frozenset({"e_score_correction_bias", "A_log", "dt_bias", "D", "lora_magnitude_vector"})
 
+# Of a causal language model, as files of most architectures spell them.
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
 
 @lru_cache(maxsize=1 << 16)  # every update asks for the same names
 def file_form(name: str) -> str:

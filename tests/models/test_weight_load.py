@@ -259,6 +259,14 @@ def test_everything_wrong_is_named_in_one_error(tiny):
     assert f"Following weights were not initialized from checkpoint: {missing}" in text
 
 
+def test_a_head_alone_that_is_missing_asks_whether_it_is_tied(tiny):
+    config, first, _ = tiny
+    for absent, asked in (([HEAD], True), ([NORM], False), ([HEAD, NORM], False)):
+        with pytest.raises(WeightMismatch) as caught:
+            empty(config).load_weights((k, v) for k, v in first.items() if k not in absent)
+        assert ("; is tie_word_embeddings meant" in str(caught.value)) is asked
+
+
 def test_where_much_is_wrong_the_text_names_the_first_and_counts_the_rest(tiny, caplog):
     config, first, _ = tiny
     bad = {f"other.{number}": torch.zeros(1) for number in range(100)}

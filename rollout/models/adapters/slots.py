@@ -26,7 +26,7 @@ from rollout.models.adapters.pages import AdapterPages
 from rollout.models.layers.base import Layer
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
 from rollout.models.layers.router import Router
-from rollout.models.model import HEAD, Model
+from rollout.models.model import Model
 from rollout.weights import Box, WeightSlot
 from rollout.weights.adapters import (
     BIASED,
@@ -38,6 +38,7 @@ from rollout.weights.adapters import (
     NORMED,
     AdapterSpec,
 )
+from rollout.weights.names import HEAD
 
 _HEAD = HEAD.removesuffix(".weight")
 _HOST = torch.device("cpu")

@@ -28,8 +28,8 @@ from rollout.weights import (
     TensorPiece,
     WeightValue,
 )
-from rollout.weights.components import component_of
-from rollout.weights.names import is_idle_bias, nearest, placed, weight_dtype
+from rollout.weights.components import component_of, own_name
+from rollout.weights.names import HEAD, is_idle_bias, nearest, placed, weight_dtype
 from rollout.weights.spellings import Splitter
 
 log = logging.getLogger(__name__)
@@ -195,6 +195,8 @@ class WeightLoad:
             names = [repr(name) for name in sorted(missing | incomplete)]
             log.debug("not initialized from checkpoint: %s", names)
             said = f"Following weights were not initialized from checkpoint: {{{some(names)}}}"
+            if {own_name(name) for name in missing} == {HEAD}:
+                said += "; is tie_word_embeddings meant, which config.json would say?"
             self._problems.insert(0, said)  # it says most where there are many
         written = set(self._table.slots) if partial else self._seen
         self._problems.extend(self._aliases.differing(written - incomplete))
