@@ -136,6 +136,9 @@ def _name(value: Any) -> str | None:
 
 
 _count = _whole(0, MAX_INT, "at least 0, in 64 bits", none=True)
+_alternatives = _whole(
+    0, MAX_INT, "from 0 to the vocabulary's size (vLLM's -1, all, is that size)", none=True
+)
 
 
 _PARAMETER = "sampling parameter"
@@ -220,7 +223,7 @@ class SamplingParams:
     )
     logprobs: int | None = _param(
         None,
-        _count,
+        _alternatives,
         "alternatives of each token in `Logprobs.top`, at most the vocabulary's size; the sampled "
         "token's own three logprobs always come",
         served=False,
@@ -233,7 +236,7 @@ class SamplingParams:
         served=False,
     )
     prompt_logprobs: int | None = _param(
-        None, _count, "the same for the prompt's tokens", served=False
+        None, _alternatives, "the same for the prompt's tokens", served=False
     )
     prompt_logprobs_start: int = _param(
         0,

@@ -60,6 +60,13 @@ def test_logprobs_that_are_taken_for_a_list_say_that_they_are_columns() -> None:
         Logprobs([-1.0], [-1.0], [0.0])[0]
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_all_alternatives_are_asked_for_by_the_size_of_the_vocabulary(name: str) -> None:
+    says = f"^{name} must be from 0 to the vocabulary's size .vLLM's -1, all, is that size., or N"
+    with pytest.raises(InvalidRequest, match=says):
+        SamplingParams(**{name: -1})
+
+
 def test_every_spelling_of_others_leads_to_a_field_of_ours() -> None:
     """And no text names a setting that there is not."""
     for spellings, cls in ((EMBEDDED, EngineConfig), (SAMPLING, SamplingParams)):
