@@ -88,6 +88,8 @@ class AsyncRollout(GenerationVerbs):
         ``min_version``, which ends with ``VersionConflict``; once its version is live a request
         takes as long as it takes. ``min_version``: see the property.
         """
+        if isinstance(token, int) and isinstance(address, str) and ":" not in address:
+            raise ConfigError(f"host and port are one text: connect('{address:.300}:{token}')")
         split_address(address)
         if not isinstance(tls, ClientTls | None):
             raise ConfigError(f"tls must be a ClientTls(ca=...), or None, got {tls!r:.80}")

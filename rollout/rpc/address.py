@@ -17,7 +17,11 @@ def split_address(address: str) -> tuple[str, int]:
     """
     found = _FORM.fullmatch(address) if isinstance(address, str) else None
     if found is None or not 1 <= int(found[2]) < 1 << 16:
-        raise ConfigError(f"address {address!r:.300} is not host:port, e.g. 127.0.0.1:50051")
+        schemed = re.match(r"\w+://", address) if isinstance(address, str) else None
+        scheme = f"; leave out {schemed[0]} and give the gRPC port, not HTTP's" if schemed else ""
+        raise ConfigError(
+            f"address {address!r:.300} is not host:port, e.g. 127.0.0.1:50051{scheme}"
+        )
     return found[1].strip("[]").lower(), int(found[2])
 
 

@@ -113,11 +113,13 @@ def explains_arguments(
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        for name, found in list(vars(cls).items()):
+        for name, held in list(vars(cls).items()):
+            found = held.__func__ if isinstance(held, classmethod) else held
             if not name.startswith("_") and isfunction(found):
                 known = signature(found).parameters.values()
                 if all(one.kind is not one.VAR_KEYWORD for one in known):
-                    setattr(cls, name, _explained(found, spellings, error))
+                    verb = _explained(found, spellings, error)
+                    setattr(cls, name, verb if held is found else classmethod(verb))
         cls.__getattr__ = _no_attribute  # type: ignore[attr-defined]
         return cls
 
@@ -358,6 +360,8 @@ VERBS = Spellings(
     },
 )
 
+_TOKENIZER = "tokenize(text), or transformers' own of the checkpoint"
+
 # What vLLM's and SGLang's engines have, and what to call here.
 METHODS = {
     "close": "shutdown()",
@@ -366,7 +370,9 @@ METHODS = {
     "get_metrics": "metrics()",
     "health": "server_info()",
     "check_health": "server_info()",
-    "get_tokenizer": "tokenize(text), or transformers' own of the checkpoint",
+    **dict.fromkeys(("get_tokenizer", "tokenizer"), _TOKENIZER),
+    "detokenize": "the text of an output, or decode() of transformers' tokenizer of the checkpoint",
+    "llm_engine": "the verbs themselves; for its figures metrics() and server_info()",
     "beam_search": "generate(...) with n samples: beams are not searched",
     "flush_cache": "reset_prefix_cache()",
     "pause": "pause_generation()",

@@ -426,7 +426,13 @@ def test_arguments_in_another_engines_words_are_taken_or_told_in_ours(face, requ
 
 
 def test_methods_of_other_engines_are_told_in_ours(face) -> None:
-    for name, here in {"close": "shutdown()", "is_sleeping": "asleep"}.items():
+    for name, here in {
+        "close": "shutdown()",
+        "is_sleeping": "asleep",
+        "detokenize": "the text of an output",
+        "tokenizer": "tokenize",
+        "llm_engine": "the verbs themselves",
+    }.items():
         with pytest.raises(AttributeError, match=rf"^Rollout has no '{name}'; here it is .*{here}"):
             getattr(face, name)
     with pytest.raises(AttributeError, match=r"^Rollout has no 'whatever'$"):
@@ -501,6 +507,13 @@ def test_what_is_no_address_token_or_certificate_is_told_before_a_connection() -
     for token in (50051, "a b", "\u00e9"):
         with pytest.raises(ConfigError, match="the token must be a text"):
             Rollout.connect("127.0.0.1:1", token)
+    with pytest.raises(ConfigError, match=r"host:port.*; leave out http:// and give the gRPC port"):
+        Rollout.connect("http://127.0.0.1:15051")
+    with pytest.raises(ConfigError, match=r"one text: connect\('localhost:15051'\)"):
+        Rollout.connect("localhost", 15051)
+    for face in (Rollout, AsyncRollout):
+        with pytest.raises(InvalidRequest, match="takes no 'tokn'; did you mean 'token'"):
+            face.connect("127.0.0.1:1", tokn="x")
     with pytest.raises(ConfigError, match="tls must be a ClientTls"):
         Rollout.connect("127.0.0.1:1", tls=True)
 
