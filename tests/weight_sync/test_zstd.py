@@ -13,8 +13,11 @@ from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
+from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.delta import encode
 from rollout.weight_sync.protocol.messages import BucketHeader
+from rollout.weight_sync.trainer.encoder import choose_encoding
+from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.wire.codec import from_plain, to_plain
 
 needs_zstd = pytest.mark.skipif(not zstd.available(), reason="zstd is not installed")
@@ -102,14 +105,22 @@ def test_an_update_says_that_it_was_compressed(engine, checkpoints) -> None:
     assert sizes["delta-zstd"] < sizes["delta"]
 
 
-def test_without_zstd_changes_travel_as_they_are(engine, checkpoints, monkeypatch) -> None:
+def test_without_zstd_what_was_asked_for_by_name_is_refused(
+    engine, checkpoints, monkeypatch
+) -> None:
     monkeypatch.setattr(zstd, "_library", lambda: None)
     with pytest.raises(ConfigError, match="pip install"):
         zstd.compress(b"x")
     with pytest.raises(TransferFailed, match="not installed here"):
         zstd.decompress(b"x", 1)
     trainer = Trainer(engine, "inline")
-    trainer.send(checkpoints[2], encoding="delta-zstd")
-    receipt = trainer.send(nudged(checkpoints[2], 0.01), encoding="delta-zstd")
-    assert receipt.details["encoding"] == "delta"
-    assert "not compressed: zstd is not installed here" in receipt.details["encoding_reason"]
+    version = engine.version
+    with pytest.raises(ConfigError, match="zstd is not installed here: pip install zstandard"):
+        trainer.send(checkpoints[2], encoding="delta-zstd")
+    monkeypatch.setattr(zstd, "available", lambda: True)
+    there = replace(engine.info(), zstd=False)
+    options = UpdateOptions(encoding="delta-zstd")
+    with pytest.raises(ConfigError, match="not installed on the engine's host"):
+        choose_encoding(options, there, None, Committed(), None)
+    assert engine.version == version
+    trainer.send(checkpoints[2], encoding="auto")

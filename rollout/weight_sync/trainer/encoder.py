@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+from rollout.errors import ConfigError
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.committed import Committed, DeltaBase
 from rollout.weight_sync.protocol.delta import CodedDelta
@@ -53,11 +54,20 @@ def choose_encoding(
     copies: Committed,
     layout: ShardLayout | None,
 ) -> Encoding:
-    """On the first rank. ``copies``: its own; ``layout``: what all ranks hold, if exchanged."""
+    """On the first rank. ``copies``: its own; ``layout``: what all ranks hold, if exchanged.
+
+    Raises ``ConfigError`` where changes are to be compressed and a side cannot.
+    """
+    compress = options.encoding == "delta-zstd"
+    if compress and not (zstd.available() and info.zstd):
+        where = "on the engine's host" if zstd.available() else "here"
+        raise ConfigError(
+            f"encoding='delta-zstd', but zstd is not installed {where}: pip install zstandard (the "
+            "extra `zstd`), or use encoding='delta'"
+        )
     why_not = _why_nothing_is_kept(options, info, base)
     if why_not is not None:
         return Encoding(name="full", reason=why_not)
-    compress = options.encoding == "delta-zstd" and zstd.available() and info.zstd
     if layout is not None and info.quantized and len(layout.copies) > 1:
         return Encoding(
             name="full",
@@ -66,17 +76,17 @@ def choose_encoding(
     if layout is not None and layout.problem is None and not options.partial:
         cut = layout.cut(options.bucket_bytes)
         without = [why for held in layout.copies if (why := _no_base(info, cut, *held[:3]))]
-        name, reason = _full_or_delta(options, info, without, layout.copies[0][3], compress)
+        name, reason = _full_or_delta(options, info, without, layout.copies[0][3])
         reason += "; each trainer rank compares its own part"
         return Encoding(name=name, reason=reason, keeps="each", compress=compress)
     version = copies.version if copies.values else -1
     why = _no_base(info, "", copies.epoch, version, copies.cut)
-    name, reason = _full_or_delta(options, info, [why] if why else [], copies.since_full, compress)
+    name, reason = _full_or_delta(options, info, [why] if why else [], copies.since_full)
     return Encoding(name=name, reason=reason, keeps="first", compress=compress)
 
 
 def _full_or_delta(
-    options: UpdateOptions, info: WeightInfo, no_base: list[str], since_full: int, compress: bool
+    options: UpdateOptions, info: WeightInfo, no_base: list[str], since_full: int
 ) -> tuple[str, str]:
     every = options.anchor_every
     if info.state == "broken":
@@ -87,11 +97,7 @@ def _full_or_delta(
         return "full", "a delta needs staging"
     if 0 < every <= since_full + 1:
         return "full", f"an anchor, every {every}"
-    reason = "built on the live version"
-    if options.encoding == "delta-zstd" and not compress:
-        where = "here" if not zstd.available() else "on the engine's host"
-        reason += f", not compressed: zstd is not installed {where}"
-    return "delta", reason
+    return "delta", "built on the live version"
 
 
 def _no_base(info: WeightInfo, cut: str, epoch: int, version: int, was_cut: str) -> str | None:

@@ -46,7 +46,7 @@ class UpdateOptions:
     shorter, and keeps a copy of what it sent in host memory for it, each rank of its own part where
     the source is distributed; the whole goes by itself when the engine holds something else, and
     as every ``anchor_every``-th update (0: never for this reason). "delta-zstd" compresses the
-    changes, too, where both sides can. "auto" sends changes to engines on other hosts, while few
+    changes, too; both sides need zstd. "auto" sends changes to engines on other hosts, while few
     elements change and memory is plenty. "full" keeps nothing. ``update_id``: of an update that the
     server reads itself, by which a repeated one is known. ``max_stall``: seconds in which no step
     may run; ``max_extra_memory``: bytes that a rank may take on its device beyond what it holds.
