@@ -11,6 +11,7 @@ from rollout.generation import ChatOptions, SamplingParams
 from rollout.loader import has_tokenizer
 
 _AS_IT_COMES = ChatOptions()
+_HELLO = [{"role": "user", "content": "hello"}]
 _LONGEST = 64  # characters that one token is allowed to stand for, at least
 
 
@@ -68,6 +69,7 @@ class Tokenizer:
         if hf is None or len(hf) == 0:
             return None
         template = None if chat_template is None else _template_text(chat_template)
+        _check_template(hf, template, path)
         return cls(hf, template, slow=slow)
 
     @property
@@ -164,12 +166,37 @@ def _inherits(hf: Any, *verbs: str) -> bool:
 
 def _template_text(given: str) -> str:
     """Of a file, or the text itself; whatever has braces in it is a text."""
-    if "{" in given or "\n" in given:
-        return given
+    text = given
+    if given and "{" not in given and "\n" not in given:
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
+    if not text.strip():
+        raise ConfigError(
+            f"chat_template={given!r} is empty: give a file or a text, or leave it out for the "
+            "tokenizer's own"
+        )
+    return text
+
+
+def _check_template(hf: Any, given: str | None, path: str) -> None:
+    """``ConfigError`` where the template, ``given`` or the tokenizer's own, is no Jinja.
+
+    Else every chat would fail, and its messages be blamed.
+    """
+    from jinja2 import TemplateSyntaxError
+
     try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
+        hf.apply_chat_template(_HELLO, chat_template=given, tokenize=False)
+    except TemplateSyntaxError as error:
+        whose = f"of {path}" if given is None else "that chat_template gives"
+        raise ConfigError(
+            f"the chat template {whose} is wrong in line {error.lineno}: {error.message}; mend it, "
+            "or give another by chat_template=FILE"
+        ) from error
+    except Exception:  # noqa: BLE001 - there may be none, or one that asks for other messages
+        return
 
 
 def _known_role(message: Mapping[str, Any], template: str) -> dict[str, Any]:

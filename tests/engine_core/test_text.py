@@ -189,6 +189,23 @@ def test_a_directory_without_tokenizer_gives_none_and_a_broken_one_says_so(tmp_p
         Tokenizer.load(str(tmp_path))
 
 
+def test_a_chat_template_that_is_wrong_or_empty_is_refused_at_the_start(tmp_path: Path) -> None:
+    make_tokenizer(320).save_pretrained(tmp_path)
+    (tmp_path / "empty.jinja").touch()
+    for empty in ("", " \n", str(tmp_path / "empty.jinja")):
+        with pytest.raises(ConfigError, match=r"^chat_template='.*' is empty: give a file or a"):
+            Tokenizer.load(str(tmp_path), chat_template=empty)
+    wrong = "{{ messages }}\n{% if %}"
+    says = "is wrong in line 2: Expected an expression"
+    with pytest.raises(ConfigError, match=f"the chat template that chat_template gives {says}"):
+        Tokenizer.load(str(tmp_path), chat_template=wrong)
+    (tmp_path / "chat_template.jinja").write_text(wrong)
+    with pytest.raises(ConfigError, match=f"the chat template of {tmp_path} {says}"):
+        Tokenizer.load(str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('two messages') }}")
+    assert Tokenizer.load(str(tmp_path)) is not None
+
+
 def test_a_tokenizer_file_that_is_no_json_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
