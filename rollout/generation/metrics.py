@@ -142,6 +142,7 @@ class EngineCounters:
     following: str = ""
     follow_error: str = ""
     follow_failures: int = 0
+    is_served: bool = False  # to others, who may have sent an update that fails
     update_errors: deque[str] = field(default_factory=lambda: deque(maxlen=8))
     last_stall: float = 0.0
     time_to_first_token: Histogram = field(default_factory=Histogram)

@@ -11,6 +11,7 @@ import time
 import grpc
 import pytest
 import torch
+from api.conftest import ENGINE
 
 from rollout import Rollout, SamplingParams
 from rollout.errors import (
@@ -72,6 +73,16 @@ def test_update_errors_arrive_as_their_own_class_and_change_nothing(client, othe
 def request(**changes):
     values = {"update_id": os.urandom(8).hex(), "bucket_bytes": 1 << 20, "timeout": 10.0}
     return UpdateRequest(**{**values, **changes})
+
+
+def test_who_has_an_engine_alone_gets_the_error_and_no_warning_beside_it(bare_checkpoint, caplog):
+    with Rollout(bare_checkpoint, **ENGINE) as alone:
+        for told in (False, True):
+            with pytest.raises(WeightMismatch, match=r"no\.such"):
+                alone.update_weights({"no.such": torch.zeros(1)})
+            warned = [r for r in caplog.records if "serves on" in r.getMessage()]
+            assert bool(warned) is told
+            alone.serve()  # others may be connected from here on
 
 
 def test_a_second_update_waits_and_is_refused_until_the_first_lease_ends(engine):

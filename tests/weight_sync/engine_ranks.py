@@ -144,6 +144,7 @@ class Engine:
         self.epoch, self.version, self.broken = 7, 0, None
         self.serving = ServingLease()
         self.control = self.counters = self.pins = self
+        self.is_served = True
         self.since, self.told = -1, ""  # nothing is ever pinned here
         self.one_host = True
         self.adapters = AdapterTable(0, tuple)

@@ -130,7 +130,12 @@ def test_a_refused_update_leaves_a_broken_engine_broken(engine, checkpoints) -> 
     assert engine.broken is None
 
 
-def test_an_update_that_fails_is_warned_of(engine, checkpoints, caplog) -> None:
+@pytest.mark.parametrize(("is_served", "level"), [(True, "WARNING"), (False, "INFO")])
+def test_an_update_that_fails_is_a_warning_where_others_are_served(
+    engine, checkpoints, caplog, monkeypatch, is_served, level
+) -> None:
+    monkeypatch.setattr(engine.coordinator.engine.counters, "is_served", is_served)
+    caplog.set_level("INFO")
     failed, refused = ManualUpdate(engine, checkpoints[2]), ManualUpdate(engine, checkpoints[2])
     failed.begin()
     failed.channel.abort("the trainer gave it up")
@@ -141,8 +146,9 @@ def test_an_update_that_fails_is_warned_of(engine, checkpoints, caplog) -> None:
     broken.begin()
     broken.bucket()
     broken.channel.abort("the trainer died")
-    assert {record.levelname for record in caplog.records} == {"WARNING"}
-    given_up, stale, unnamed, in_place = caplog.messages
+    told = [r for r in caplog.records if " serves" in r.getMessage()]
+    assert {record.levelname for record in told} == {level}
+    given_up, stale, unnamed, in_place = (record.getMessage() for record in told)
     name = failed.request.update_id
     assert given_up == f"update {name} failed, version 0 serves on: the trainer gave it up"
     assert stale.startswith("update old was refused, version 0 serves on: version 0 is not above")

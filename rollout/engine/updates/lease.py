@@ -471,14 +471,16 @@ class Lease:
                 of.engine.control.undrain()
             of.adapters.release(self._slots)
         if failed and (told or request is not None):
-            self._warn(reason, broken or of.engine.broken)
+            self._log_failure(reason, broken or of.engine.broken)
         of.turn.end(self, broken)
 
-    def _warn(self, reason: str, broken: str | None) -> None:
+    def _log_failure(self, reason: str, broken: str | None) -> None:
+        """A warning in a service; where nobody else is connected, the caller has it as an error."""
         name = "an update" if self._asked is None else f"update {self._asked.update_id}"
         end = "was refused" if self._request is None else "failed"
         serves = f"version {self._of.engine.version} serves on"
-        log.warning("%s %s, %s: %s", name, end, "nothing serves" if broken else serves, reason)
+        level = logging.WARNING if self._of.engine.counters.is_served else logging.INFO
+        log.log(level, "%s %s, %s: %s", name, end, "nothing serves" if broken else serves, reason)
 
     def _restore(self, request: UpdateRequest, reason: str) -> str | None:
         """Restore the weights from before an unstaged update; else why the engine is broken."""

@@ -96,6 +96,8 @@ async def serve(
     if tls is None and not is_loopback(host):
         log.warning("tokens, prompts and weights cross the network in clear on %s: no TLS", host)
     await server.start()
+    if (served := rollout.backend.served) is not None:
+        served.counters.is_served = True
     return GrpcServer(server, health, weights, host, bound)
 
 
