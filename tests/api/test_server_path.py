@@ -57,6 +57,15 @@ def test_the_server_reads_a_checkpoint_that_is_allowed(rollout, roots, weights) 
     assert rollout.check_weights(weights).equal
 
 
+def test_a_root_that_is_not_there_yet_is_warned_of_once(bare_checkpoint, tmp_path, caplog) -> None:
+    later, there = tmp_path / "later", tmp_path
+    settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}
+    with Rollout(bare_checkpoint, weight_dirs=[later, there], **settings):
+        pass
+    told = f"--weight-dir {later} (weight_dirs=): no such directory yet"
+    assert [text for text in caplog.messages if "--weight-dir" in text] == [told]
+
+
 def test_a_read_that_is_asked_for_again_by_its_id_is_done_once(rollout, roots) -> None:
     asked = {"server_path": roots[0] / "checkpoint-5", "timeout": 10}
     name = f"read-{rollout.weight_version}"

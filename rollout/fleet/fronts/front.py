@@ -44,7 +44,7 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.protocol.unload import unload
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
-from rollout.weight_sync.versions.follower import readable
+from rollout.weight_sync.versions.follower import readable, warn_of_absent
 from rollout.weight_sync.versions.read_once import ReadOnce
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.version import ServerInfo, Speaks
@@ -72,6 +72,7 @@ class Front(ABC):
         self.calls = Calls(fleet, hold)
         self.reports = Reports(fleet, self.calls.router, self._others_route)
         self.weight_dirs = tuple(weight_dirs)
+        warn_of_absent(self.weight_dirs)
         self._reads = ReadOnce(lambda r: (r.epoch, r.version) == (fleet.epoch, fleet.version))
         self._files = AdapterFiles(lambda: self.adapters)
         self.max_adapters = self._max_lora_rank = 0  # of its members, as they were at the start

@@ -245,6 +245,13 @@ class _Version(VersionSource):
             raise
 
 
+def warn_of_absent(roots: Sequence[str | Path]) -> None:
+    """A line in the log for each root that is not there: a trainer may make it later, or never."""
+    for root in roots:
+        if not Path(root).is_dir():
+            log.warning("--weight-dir %s (weight_dirs=): no such directory yet", root)
+
+
 def allowed(
     directory: str | Path, roots: Sequence[str | Path], remedy: str = "create it first"
 ) -> Path:
