@@ -179,6 +179,7 @@ def of_each(problems: Sequence[str]) -> list[str]:
     return said
 
 
+SHUT_DOWN = "this Rollout was shut down; make a new one"  # an ``EngineClosed``
 _LONG = 40  # characters of a text that is not said twice
 _BY_NAME = {cls.__name__: cls for cls in STATUS}
 

@@ -18,7 +18,7 @@ from rollout.api.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
-from rollout.errors import ConfigError, InvalidRequest
+from rollout.errors import SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
@@ -70,7 +70,8 @@ class AsyncRollout(GenerationVerbs):
         from rollout.api.embedded import EmbeddedBackend
 
         config = EngineConfig.from_dict({"model": model, **engine_config})
-        self._set_up(EmbeddedBackend(config), None)
+        backend = EmbeddedBackend(config)
+        self._set_up(backend, None, lambda: f"of {config.model}, version {backend.core.version}")
 
     @classmethod
     def connect(
@@ -96,7 +97,7 @@ class AsyncRollout(GenerationVerbs):
         if problem := timeout_problem(timeout):
             raise ConfigError(f"timeout {problem}")
         self = cls.__new__(cls)
-        self._set_up(RolloutClient(address, token, timeout, tls=tls), address)
+        self._set_up(RolloutClient(address, token, timeout, tls=tls), address, lambda: "")
         self.min_version = min_version
         return self
 
@@ -104,15 +105,15 @@ class AsyncRollout(GenerationVerbs):
     def over(cls, backend: Backend) -> Self:
         """The same verbs over an existing backend; ``shutdown`` closes it."""
         self = cls.__new__(cls)
-        self._set_up(backend, None)
+        self._set_up(backend, None, lambda: f"over {type(backend).__name__}")
         return self
 
-    def _set_up(self, backend: Backend, address: str | None) -> None:
+    def _set_up(self, backend: Backend, address: str | None, shown: Callable[[], str]) -> None:
         self.backend = backend
         self.weights = WeightVerbs(backend)
         self.threads = VerbThreads()
         self._floor = ReadFloor()
-        self._address = address
+        self._address, self._shown = address, shown
         self._served_as: tuple[str, int, dict[str, Any]] | None = None
         self._server: Any = None
         self._serving = asyncio.Lock()
@@ -277,7 +278,20 @@ class AsyncRollout(GenerationVerbs):
         await self.backend.disconnect()
         self.threads.close()
 
+    def __repr__(self) -> str:
+        return self._described(type(self).__name__)
+
+    def _described(self, name: str) -> str:
+        """For ``repr``, of a class of that ``name``; asks no service."""
+        if "_shown" not in vars(self):  # making it has failed
+            return object.__repr__(self)
+        at = "" if self._address is None else f"at {self._address}"
+        parts = [self._shown(), at, "shut down" if self.weights.is_closed else ""]
+        return f"<{name} {', '.join(filter(None, parts))}>"
+
     async def __aenter__(self) -> Self:
+        if self.weights.is_closed:
+            raise EngineClosed(SHUT_DOWN)
         try:
             await self.start()
         except BaseException:

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
-from rollout.errors import EngineClosed
+from rollout.errors import SHUT_DOWN, EngineClosed
 
 _LOOK = 1.0  # seconds between looks at whether the loop still runs
 BLOCKING_CALLS = 16  # threads for what takes one: loading, tokenising, asking a service
@@ -57,7 +57,7 @@ class LoopThread:
                 "this process was forked from the one that made this Rollout, which goes on there; "
                 "connect to its address from here (Rollout.connect)"
             )
-        return "this Rollout was shut down; make a new one"
+        return SHUT_DOWN
 
     def close(self) -> None:
         if self._thread.is_alive():

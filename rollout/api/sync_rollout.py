@@ -17,7 +17,7 @@ from rollout.api.ranks import MEET_TIMEOUT, ColocatedRollout
 from rollout.api.session import Session
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import EngineClosed, InvalidRequest
+from rollout.errors import SHUT_DOWN, EngineClosed, InvalidRequest
 from rollout.generation import AnyPrompt, RequestOutput
 from rollout.rpc.tls import ClientTls
 from rollout.wire.spellings import VERBS, explains_arguments
@@ -201,7 +201,13 @@ class Rollout:
         self._end()
         atexit.unregister(self._end)
 
+    def __repr__(self) -> str:
+        made = vars(self).get("_async")  # not there where making it has failed
+        return super().__repr__() if made is None else made._described(type(self).__name__)
+
     def __enter__(self) -> Self:
+        if self._async.weights.is_closed:
+            raise EngineClosed(SHUT_DOWN)
         return self
 
     def __exit__(self, *exc: object) -> None:

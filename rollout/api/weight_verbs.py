@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
-from rollout.errors import ConfigError, EngineClosed, InvalidRequest
+from rollout.errors import SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
 from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -37,8 +37,12 @@ class WeightVerbs:
     @property
     def _backend(self) -> Backend:
         if self._over is None:
-            raise EngineClosed("this Rollout was shut down; make a new one")
+            raise EngineClosed(SHUT_DOWN)
         return self._over
+
+    @property
+    def is_closed(self) -> bool:
+        return self._over is None
 
     def close(self) -> None:
         """For good: a client's would connect again. Ranks that send together all get the error."""

@@ -27,6 +27,24 @@ async def test_generations_beside_a_shutdown_all_end(bare_checkpoint: str) -> No
     assert all(isinstance(error, EngineError) for error in ended)
 
 
+async def test_each_says_what_it_is_and_is_not_entered_again(bare_checkpoint: str) -> None:
+    engine = AsyncRollout(bare_checkpoint, **ENGINE)
+    assert repr(engine) == f"<AsyncRollout of {bare_checkpoint}, version 0>"
+    async with engine:
+        address = await engine.serve()
+        assert repr(engine) == f"<AsyncRollout of {bare_checkpoint}, version 0, at {address}>"
+        client = await asyncio.to_thread(Rollout.connect, address)
+        assert repr(client) == f"<Rollout at {address}>"
+        await asyncio.to_thread(client.shutdown)
+        assert repr(client) == f"<Rollout at {address}, shut down>"
+        with pytest.raises(EngineClosed, match="was shut down; make a new one"), client:
+            pass
+    assert repr(engine).endswith(", shut down>")
+    with pytest.raises(EngineClosed, match="was shut down; make a new one"):
+        async with engine:
+            pass
+
+
 def test_a_client_that_was_shut_down_changes_no_weights(engine: Rollout) -> None:
     client = Rollout.connect(engine.address, timeout=10)
     live = client.weight_info().version
