@@ -313,6 +313,17 @@ def streams(model: str) -> Callable[[Any], None]:
     return run
 
 
+def rl(model: str) -> Callable[[Any], None]:
+    """Long answers of many streams, preempted, with an update in their middle; scored again."""
+
+    def run(report: Any) -> None:
+        from gpu_rl import rl_run
+
+        rl_run(report, "tiny" if report.dry else model)
+
+    return run
+
+
 def fleet(model: str) -> Callable[[Any], None]:
     """Full updates of a fleet of two engines on one card, which both map the trainer's memory."""
 
@@ -342,6 +353,7 @@ SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
     ("updates-1b", 60, updates("1b")),
     ("updates-8b", 80, updates("8b")),
     ("streams-8b", 90, streams("8b")),
+    ("rl-1b", 120, rl("1b")),
     ("fleet-1b", 60, fleet("1b")),
     ("logprobs", 30, logprobs),
     ("rivals", 60, rivals),

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("name", "sections", "row"),
     [
-        ("gpu", 14, "decode-8b"),
+        ("gpu", 15, "rl-1b"),
         pytest.param("cards", 3, "colocated", marks=pytest.mark.soak),
     ],
 )
