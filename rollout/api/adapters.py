@@ -60,7 +60,8 @@ class MergedAdapters:
         self._live: _Loaded | None = None
         self._version: int | None = None  # of the last commit here
         self._touched: frozenset[str] = frozenset()  # what it changed of the checkpoint
-        self._made: dict[int, frozenset[str]] = {}  # digest of all that was live -> the same
+        # digest of all that was live -> the adapter's name and the same; a rollback brings it back
+        self._made: dict[int, tuple[str | None, frozenset[str]]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,9 +85,7 @@ class MergedAdapters:
                 return None  # asked again: it was done
             if name not in self._names and len(self._names) >= MAX_NAMES:
                 raise InvalidRequest(f"{MAX_NAMES} adapters are loaded: unload some")
-            receipt = self._commit(PeftAdapter.read(where), link, info, label=name)
-            self._names[name], self._live = None, asked
-            return receipt
+            return self._commit(PeftAdapter.read(where), link, info, asked)
 
     def unload(self, name: str, link: AdapterLink) -> bool:
         """Forget the name; whether it was there. Of the live one the weights are the checkpoint's
@@ -95,16 +94,27 @@ class MergedAdapters:
         with self._lock:
             if name not in self._names:
                 return False
+            info = link.info()
+            if info.state != "broken" and self._live_name(link, info) == name:
+                self._commit(None, link, info, None)
             if self._live is not None and name == self._live.name:
-                info = link.info()
-                if info.version == self._version and info.state != "broken":
-                    self._commit(None, link, info, label=None)
                 self._live = None
             del self._names[name]
             return True
 
+    def _live_name(self, link: AdapterLink, info: WeightInfo) -> str | None:
+        """The adapter that is in the live weights; after a rollback their digests tell."""
+        if info.version == self._version:
+            return None if self._live is None else self._live.name
+        made = self._made.get(total(link.digests(self._config.timeout).values()))
+        return None if made is None else made[0]
+
     def _commit(
-        self, adapter: PeftAdapter | None, link: AdapterLink, info: WeightInfo, label: str | None
+        self,
+        adapter: PeftAdapter | None,
+        link: AdapterLink,
+        info: WeightInfo,
+        loaded: _Loaded | None,
     ) -> UpdateReceipt:
         """Upon what ``info`` says is live, or not at all."""
         changed = self._changed(link, info)
@@ -130,11 +140,13 @@ class MergedAdapters:
             raise ConfigError(f"the adapter changes {unknown[0]}, which is no weight of this model")
         # The number is refused once anything else has committed: it would be merged into that.
         version, timeout = info.version + 1, self._config.timeout
+        label = None if loaded is None else loaded.name
         options = UpdateOptions(partial=True, version=version, label=label, timeout=timeout)
         items = self._merged(wanted, adapter)
         receipt = publish(items, connect=lambda: link, options=options)
-        self._touched = own
-        self._version = receipt.version
+        self._live, self._touched, self._version = loaded, own, receipt.version
+        if loaded is not None:
+            self._names[loaded.name] = None
         self._remember(link)
         return receipt
 
@@ -146,21 +158,21 @@ class MergedAdapters:
         if info.version == self._version or info.state == "broken":
             return self._touched
         if info.version == 0:
-            self._version, self._touched = 0, frozenset()
+            self._live, self._version, self._touched = None, 0, frozenset()
             self._remember(link)
             return self._touched
-        known = self._made.get(total(link.digests(self._config.timeout).values()))
-        if known is None:
-            config = self._config
-            checkpoint = str(resolve_model(config.model, config.revision, config.load_format))
-            same = check_weights(checkpoint, connect=lambda: link, timeout=config.timeout).equal
-            known = frozenset() if same else None
-        return known
+        made = self._made.get(total(link.digests(self._config.timeout).values()))
+        if made is not None:
+            return made[1]
+        config = self._config
+        checkpoint = str(resolve_model(config.model, config.revision, config.load_format))
+        same = check_weights(checkpoint, connect=lambda: link, timeout=config.timeout).equal
+        return frozenset() if same else None
 
     def _remember(self, link: AdapterLink) -> None:
         digest = total(link.digests(self._config.timeout).values())
         if link.info().version == self._version:  # nothing else has committed meanwhile
-            self._made[digest] = self._touched
+            self._made[digest] = None if self._live is None else self._live.name, self._touched
 
     def _merged(
         self, wanted: frozenset[str], adapter: PeftAdapter | None

@@ -120,6 +120,23 @@ def test_after_a_rollback_and_after_an_update_with_the_checkpoint_an_adapter_is_
     assert rollout._async.backend.digests(10) == digests
 
 
+def test_an_adapter_that_a_rollback_brought_back_leaves_the_weights_as_its_name_goes(
+    rollout, tmp_path, bare_checkpoint
+) -> None:
+    backend = rollout._async.backend
+    for n, name in enumerate("ab"):
+        rollout.load_lora_adapter(name, write(rollout, tmp_path / name, n))
+    rollout.rollback()  # what is live is the checkpoint with a
+    digests = backend.digests(10)
+    assert rollout.unload_lora_adapter("b")
+    assert (rollout.weight_version, backend.digests(10)) == (3, digests)
+    assert rollout.unload_lora_adapter("a")
+    assert rollout.check_weights(bare_checkpoint).equal
+    # b is loaded again, and not taken for what was live before.
+    assert rollout.load_lora_adapter("b", str(tmp_path / "b")).version == 5
+    assert not rollout.check_weights(bare_checkpoint).equal
+
+
 def test_the_checkpoint_is_known_again_by_a_service_that_has_merged_nothing_yet(
     rollout, tmp_path, weights, bare_checkpoint
 ) -> None:
