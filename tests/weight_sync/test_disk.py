@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from engine_ranks import same
 from trainer import BUCKET, DEADLINE, fresh, nudged
+from trainer_ranks import CountedGathers, agreements
 
 from rollout.errors import (
     ChecksumMismatch,
@@ -71,6 +73,20 @@ def test_a_version_comes_back_and_updates_an_engine(store, engine, checkpoints) 
     )
     assert receipt.version == 12
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
+def test_ranks_that_write_together_vote_after_buckets_of_the_first_rank(checkpoints) -> None:
+    store = PutGetList()
+
+    def write(link) -> object:
+        return VersionWriter(store, dtype=torch.float32, bucket_bytes=BUCKET << link.rank).write(
+            CountedGathers(checkpoints[2], link), 1, timeout=DEADLINE
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        manifests = list(pool.map(write, agreements(2)))
+    assert [manifest is None for manifest in manifests] == [False, True]
+    assert equal(read(store, 1), checkpoints[2])
 
 
 def test_the_manifest_is_written_last(checkpoints) -> None:

@@ -88,6 +88,21 @@ def test_every_rank_sends_its_part_on_its_own_stream(engine, weights, size) -> N
             assert 0 < proxy.up - start <= 0.04 * nbytes + (64 << 10)
 
 
+@pytest.mark.parametrize("transport", ["grpc_stream", "p2p", "ipc", "broadcast"])
+def test_buckets_are_as_long_as_the_first_rank_says(engine, weights, transport) -> None:
+    ranks, sent = DeltaTrainerRanks(engine, 2), weights
+    rising, falling = (BUCKET, 2 * BUCKET), (2 * BUCKET, BUCKET)
+    with Service(engine.address, 2) as service:
+        for sizes, encoding in ((rising, "delta"), (rising, "delta"), (falling, "full")):
+            receipt = send(
+                ranks, sent, service, transport=transport, encoding=encoding,
+                of_rank=lambda rank, sizes=sizes: {"bucket_bytes": sizes[rank]},
+            )  # fmt: skip
+            assert receipt.transport == transport
+            assert engine.check_weights(sent).equal
+            sent = nudged(sent, 0.01)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_cut_of_one_stream_costs_that_stream_a_bucket(engine, weights, which) -> None:
     ranks, moved = DeltaTrainerRanks(engine, 2), nudged(weights, 0.5, which)

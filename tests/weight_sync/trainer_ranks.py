@@ -115,8 +115,13 @@ class DeltaTrainerRanks:
         self.bases = [DeltaBase() for _ in range(size)]
         self.plans = [PlanCache() for _ in range(size)]
 
-    def send(self, weights, *, on_read=None, link=None, links=None, **options):
-        """The receipt, which all ranks got; or the errors of all."""
+    def send(
+        self, weights, *, on_read=None, link=None, links=None, of_rank=lambda rank: {}, **options
+    ):
+        """The receipt, which all ranks got; or the errors of all.
+
+        ``of_rank``: options that a rank has by itself.
+        """
         keywords = {
             "transport": "inline", "encoding": "delta", "bucket_bytes": BUCKET, "timeout": 10.0,
             **options,
@@ -131,7 +136,7 @@ class DeltaTrainerRanks:
                 got[rank] = publish(
                     source,
                     connect=lambda: links[rank] if links else link or self.engine,
-                    options=UpdateOptions(**keywords),
+                    options=UpdateOptions(**{**keywords, **of_rank(rank)}),
                     base=self.bases[rank],
                     plans=self.plans[rank],
                 )

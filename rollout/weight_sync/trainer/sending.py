@@ -55,7 +55,7 @@ class Sending:
         self._boxes = None if layout is None else LocalBoxes(source, layout, group.rank)
         self.shards: LocalShards | None = None  # what this rank sends, digests or keeps of those
         if self._boxes is not None and plan.needs_shards:
-            self.shards = LocalShards(self._boxes, options.bucket_bytes)
+            self.shards = LocalShards(self._boxes, plan.bucket_bytes)
 
     def open_sink(self, connect: Callable[[], WeightLink], stack: ExitStack) -> BucketSink:
         """Where this rank's pieces go; collective if each rank has a stream of its own."""
@@ -65,7 +65,7 @@ class Sending:
                 self._group,
                 self._first,
                 self._stats,
-                bucket_bytes=self._options.bucket_bytes,
+                bucket_bytes=plan.bucket_bytes,
                 timeout=timeout,
             )
         sink: BucketSink = self._first or NoSink()
@@ -100,7 +100,7 @@ class Sending:
             self.send_pieces(sink, watch)
             return
         assert self._layout is not None
-        size = min(self._options.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
+        size = min(self._plan.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
         self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
 
     def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
@@ -120,7 +120,7 @@ class Sending:
             watch,
             # The first rank may itself wait for the engine's ranks until its deadline.
             timeout=options.timeout if gathered else 2 * options.timeout,
-            step_bytes=options.bucket_bytes,
+            step_bytes=self._plan.bucket_bytes,
             take=lambda piece: self._send(piece, sink, watch),
             failed=lambda: sink.failure,
             after_vote=sink.exchange,

@@ -49,14 +49,16 @@ class UpdatePlan:
     """What every trainer rank has to know about an open update.
 
     ``pieces``: "gathered": whole tensors come to the first rank; "shards": each rank sends what it
-    holds; "boxes": each sends it straight to the engine ranks that want it. ``own_digests``: each
-    rank digests what it holds, instead of the first one what was gathered. ``join``: how a rank
-    opens a stream of its own, if it has one. ``meet``: where ranks meet for boxes, and which boxes
-    go where; or the memory that they write buckets to together, at most ``longest`` bytes.
+    holds; "boxes": each sends it straight to the engine ranks that want it. ``bucket_bytes``: the
+    first rank's, by which all cut and vote. ``own_digests``: each rank digests what it holds,
+    instead of the first one what was gathered. ``join``: how a rank opens a stream of its own, if
+    it has one. ``meet``: where ranks meet for boxes, and which boxes go where; or the memory that
+    they write buckets to together, at most ``longest`` bytes.
     """
 
     pieces: str
     encoding: Encoding
+    bucket_bytes: int
     own_digests: bool = False
     join: Mapping[str, Any] | None = None
     meet: Mapping[str, Any] | None = None
@@ -263,7 +265,10 @@ class Opener:
                     meet["longest"] = sender.buffers[0].numel()
                 else:
                     meet |= self.plans.wants_for(begun, boxes)
-                plan = UpdatePlan(pieces="boxes", encoding=encoding, own_digests=True, meet=meet)
+                plan = UpdatePlan(
+                    pieces="boxes", encoding=encoding, bucket_bytes=options.bucket_bytes,
+                    own_digests=True, meet=meet,
+                )  # fmt: skip
             else:
                 plan = self._plan(encoding, request, channel, streams)
             buckets = self._buckets(channel, sender, plan, small=not source.models)
@@ -380,11 +385,11 @@ class Opener:
     def _plan(
         self, encoding: Encoding, request: UpdateRequest, channel: WeightChannel, streams: int
     ) -> UpdatePlan:
-        join = None
+        join, plan = None, partial(UpdatePlan, bucket_bytes=request.bucket_bytes)
         if streams > 1:
             wire = to_plain(replace(request, metadata=None))
             join = {"request": wire, "secret": channel.secret}
         if streams > 1 or (encoding.keeps == "each" and encoding.name == "delta"):
-            return UpdatePlan(pieces="shards", encoding=encoding, own_digests=True, join=join)
+            return plan(pieces="shards", encoding=encoding, own_digests=True, join=join)
         own = self.layout is not None and self.layout.divided
-        return UpdatePlan(pieces="gathered", encoding=encoding, own_digests=own)
+        return plan(pieces="gathered", encoding=encoding, own_digests=own)

@@ -232,9 +232,12 @@ class _Writing:
 def _stream(
     source: Incoming, group: RankGroup, writing: _Writing, timeout: float, step: int
 ) -> None:
-    """Iterate the source in lockstep; the writer's own failure waits for the next vote."""
+    """Iterate the source in lockstep; the writer's own failure waits for the next vote.
+
+    There is a vote after every ``step`` bytes, the first rank's.
+    """
     failure = _attempt(writing.begin, group)
-    group.vote(failure, timeout, "write")
+    step = group.vote(failure, timeout, "write", {"step": step})[0]["step"]
 
     def take(piece: Piece) -> None:
         failure = _attempt(lambda: writing.add(piece.name, piece.values), group)
