@@ -293,8 +293,11 @@ class EngineCore:
 
     @property
     def broken(self) -> str | None:
-        """Why the live weights are not those of a single version; None if they are."""
-        return None if self._control is None else self._control.broken
+        """Why the live weights are not those of a single version; None if they are, and where dead
+        ranks hold none.
+        """
+        dead = self._loop is not None and self._loop.dead is not None
+        return None if dead or self._control is None else self._control.broken
 
     @property
     def state(self) -> str:

@@ -394,6 +394,8 @@ def test_a_dying_worker_ends_everything_at_once(start: Start) -> None:
     ):
         with pytest.raises(WorkerDied):
             use()
+    core.mark_broken("an update failed")
+    assert core.broken is None  # no update mends it
 
 
 def test_a_death_behind_another_ranks_error_is_what_callers_hear(start: Start) -> None:

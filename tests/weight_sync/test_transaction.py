@@ -23,6 +23,7 @@ from rollout.errors import (
     UpdateInProgress,
     VersionConflict,
     WeightMismatch,
+    WorkerDied,
 )
 from rollout.models.config.model import ModelConfig
 from rollout.testing.faults import Fault, Faulty
@@ -284,6 +285,17 @@ def test_a_failing_commit_brings_every_rank_back(engine, new) -> None:
     assert all(rank.version == 0 for rank in engine.ranks)
     engine.ranks[-1].fail_commit = False
     assert update(engine, new).version == 1
+
+
+def test_a_rank_that_dies_at_a_commit_is_said_to_have_died(engine, new, monkeypatch) -> None:
+    def dead(args, tensors):
+        raise WorkerDied("rank 0 ended by signal SIGKILL")
+
+    for method in ("commit", "revert"):
+        monkeypatch.setattr(engine.ranks[0], method, dead)
+    with pytest.raises(WorkerDied, match="rank 0 ended by signal SIGKILL"):
+        update(engine, new)
+    assert engine.broken is None  # that says what mends it
 
 
 def test_whatever_fails_inside_a_commit_brings_every_rank_back(engine, new) -> None:

@@ -18,6 +18,7 @@ from rollout.errors import (
     EngineBroken,
     RolloutError,
     WeightMismatch,
+    WorkerDied,
     some,
 )
 from rollout.weight_sync.protocol.digests import check_finite, combine, total
@@ -197,7 +198,8 @@ class Switch:
 
         ``held``: what has to be live then, None if that is not known. Where a rank moved bytes for
         it, or nothing was loaded (no ``request``), it is read again before a step can run. Any
-        failure takes all ranks back and raises; where that fails too the engine is broken.
+        failure takes all ranks back and raises; where that fails too the engine is broken, or it
+        has died.
 
         ``pin``: terms for requests that it pins, None where none can be.
         ``models`` False: no instance changes, and the ranks have nothing to do. ``name`` says
@@ -282,6 +284,8 @@ class Switch:
             gather_replies(self._engine.call("revert", {"version": base}), "revert", timeout)
             if moved and self._engine.broken is None:
                 self._read_live(self.held, timeout)
+        except WorkerDied as death:  # no full update would mend that
+            raise WorkerDied(str(death)) from cause
         except Exception as error:  # noqa: BLE001 - whatever a device raises: nobody may generate
             self._engine.mark_broken(f"commit failed ({cause}) and going back failed ({error})")
             raise EngineBroken(f"commit failed ({cause}) and going back failed: {error}") from cause
