@@ -59,11 +59,11 @@ def unwrapped(name: str) -> str:
 def placed(name: str, prefixes: Mapping[str, str]) -> str | None:
     """``name`` as a model within another one knows it; None where it takes no such tensor.
 
-    ``prefixes``: what a name begins with (whole components, a dot behind them) -> what stands there
-    instead; "": it is no tensor of this model's.
+    ``prefixes``: what a name begins with (whole components, a dot behind them), or all of it
+    (without that dot) -> what stands there instead; "": it is no tensor of this model's.
     """
     for prefix, own in prefixes.items():
-        if name.startswith(prefix):
+        if name.startswith(prefix) if prefix.endswith(".") else name == prefix:
             return own + name.removeprefix(prefix) if own else None
     return name
 

@@ -34,10 +34,10 @@ def beside(tmp_path_factory) -> dict[str, Path]:
 
 
 def head(value: float) -> dict[str, torch.Tensor]:
-    """Two that are trained, and a map between vocabularies, which is not."""
+    """Two that are trained, and a map between vocabularies, which is not and begins a name."""
     return {
         "mtp.fc.weight": torch.full((6, 8), value),
-        "mtp.norm.weight": torch.full((6,), -value),
+        "mtp.d2t_norm.weight": torch.full((6,), -value),
         "mtp.d2t": torch.arange(5),
     }
 
@@ -71,7 +71,7 @@ def test_policy_draft_and_head_change_together(engine, checkpoints, beside) -> N
     assert set(receipt.components) == {"policy", "draft", "mtp"}
     assert receipt.components["mtp"].num_tensors == 2
     assert engine.check_weights(second).equal
-    assert report.differing == ("mtp:mtp.fc.weight", "mtp:mtp.norm.weight")
+    assert report.differing == ("mtp:mtp.fc.weight", "mtp:mtp.d2t_norm.weight")
     assert outcome(engine) != started
     engine.rollback()
     assert engine.check_weights(first).equal
