@@ -79,7 +79,8 @@ class WeightVerbs:
         - ``server_path``: instead of a source, a checkpoint or version directory that the engine's
           own host reads, under one of its ``--weight-dir``. With an ``update_id``, a repeated call
           gets the first call's receipt for as long as that version is live.
-        - ``version``: the number to commit as, above the live one (None: the next).
+        - ``version``: the number to commit as, above the live one (None: the next); at most 2**52
+          where it is not the next.
         - ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
         - ``encoding``: auto | full | delta | delta-zstd. A delta keeps a copy of what was sent in
           host memory. It falls back to a full update where the engine holds other weights, and

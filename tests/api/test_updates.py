@@ -204,6 +204,7 @@ BAD = [
     {"protocol": 0},
     {"version": -1},
     {"version": 0},
+    {"version": (1 << 52) + 1},
     {"version": (1 << 53) + 1},
     {"version": "7"},
     {"base": [1, 2, 3]},

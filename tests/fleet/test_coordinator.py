@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from rollout.errors import VersionConflict
+from rollout.errors import ConfigError, VersionConflict
 from rollout.fleet.coordination.actions import Ask, Check, Ended, Fill, Promise, Tell, Write
 from rollout.fleet.coordination.coordinator import Coordinator
 from rollout.weight_sync.protocol.adapters import HeldAdapter
@@ -201,6 +201,13 @@ def test_a_promise_says_which_adapters_are_live_and_which_a_rollback_brings_back
     assert (promise.adapters, promise.adapters_before, promise.before) == ((), (), 0)
     with pytest.raises(VersionConflict, match="not once an adapter has been unloaded"):
         fleet.begin("u9", None, 0.2, back=True)
+
+
+def test_a_version_is_named_so_low_that_others_can_follow() -> None:
+    fleet = serving("a", "b")
+    with pytest.raises(ConfigError, match="at most 4503599627370496, or one above the live"):
+        fleet.begin("u5", (1 << 52) + 1, 0.0)
+    assert fleet.begin("u5", 1 << 52, 0.0)[1] == 1 << 52
 
 
 def test_what_was_asked_during_a_commit_does_not_fence_who_has_committed() -> None:

@@ -265,6 +265,16 @@ def test_a_version_that_does_not_rise_is_refused(engine, new, version) -> None:
     assert update(engine, new, version=10).version == 10
 
 
+def test_after_the_highest_version_that_may_be_named_others_follow(engine, new) -> None:
+    most = 1 << 52
+    with pytest.raises(ConfigError, match=f"at most {most}, or one above the live version 0"):
+        update(engine, new, version=most + 1)
+    assert update(engine, new, version=most).version == most
+    assert update(engine, new).version == most + 1
+    assert update(engine, new, version=most + 2).version == most + 2
+    assert engine.rollback(DEADLINE).version == most + 3
+
+
 def test_an_update_on_another_base_is_refused(engine) -> None:
     from rollout.weight_sync.protocol.messages import UpdateRequest
 

@@ -20,6 +20,7 @@ from rollout.weight_sync.protocol.messages import (
     STAGING,
     UpdateRequest,
 )
+from rollout.weight_sync.protocol.version_number import MAX_VERSION
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weights import TensorMeta, WeightSlot
@@ -31,7 +32,6 @@ from rollout.weights.components import (
 )
 from rollout.weights.quantization import Scheme
 
-MAX_VERSION = 1 << 53  # exact in every JSON reader, and never reached by counting
 MAX_ID = 256  # characters
 MAX_LABEL = 4096  # characters
 _ENCODINGS = ("full", "delta", "live")

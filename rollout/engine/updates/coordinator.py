@@ -36,6 +36,7 @@ from rollout.weight_sync.protocol.adapters import adapter_tensors, check_merged,
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo, held_as
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
+from rollout.weight_sync.protocol.version_number import next_version
 from rollout.weight_sync.transports import offered, served
 from rollout.weight_sync.transports.base import Accepted
 from rollout.weight_sync.transports.host import host_id
@@ -333,9 +334,7 @@ class Coordinator:
             raise VersionConflict(
                 f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
             )
-        version = request.version if request.version is not None else live[1] + 1
-        if version <= live[1]:
-            raise VersionConflict(f"version {version} is not above the live version {live[1]}")
+        version = next_version(request.version, live[1])
         self.adapters.check(request)
         check_merged(
             self.merged_after(request), self.adapters.after(request), sent=bool(request.merged)

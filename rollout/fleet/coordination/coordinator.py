@@ -45,6 +45,7 @@ from rollout.fleet.coordination.members import Members
 from rollout.fleet.coordination.update import Phase, Update
 from rollout.weight_sync.protocol.membership import Grant, Standing
 from rollout.weight_sync.protocol.messages import Decision
+from rollout.weight_sync.protocol.version_number import next_version
 
 
 class Coordinator:
@@ -300,9 +301,7 @@ class Coordinator:
                 "update needs an update_id of its own"
             )
         live = self.promise.version
-        version = live + 1 if version is None else version
-        if version <= live:
-            raise VersionConflict(f"version {version} is not above the live version {live}")
+        version = next_version(version, live)
         if back and not self.promise.before:
             raise VersionConflict(
                 f"the fleet's version {live} has no predecessor: a rollback is possible once after "
