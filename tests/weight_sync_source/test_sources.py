@@ -62,6 +62,14 @@ def test_a_module_sends_its_state_dict_cast_once_with_a_tied_head_once(
     assert_equal(streamed(Tiny(tied), dtype), expected(Tiny(tied), dtype, tied))
 
 
+@pytest.mark.parametrize("known_by", [{}, ALIASES])
+def test_a_head_that_the_trainer_alone_ties_is_sent_by_itself(known_by: dict[str, str]) -> None:
+    wanted = expected(Tiny(), BF16, tied=bool(known_by))
+    held = [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in wanted.items()]
+    source = detect(Tiny()).source(aliases=known_by, dtype=BF16, tensors=held)
+    assert_equal(dict(source), wanted)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_state_dict_and_its_items_send_the_same_as_the_module(tied: bool) -> None:
     state = Tiny(tied).state_dict()

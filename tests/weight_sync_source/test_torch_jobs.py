@@ -81,6 +81,13 @@ def test_what_all_ranks_hold_is_the_unsharded_model_bit_for_bit(
         assert (counts[key] == (2 if whole else replicas)).all(), key
 
 
+def test_a_head_that_the_trainer_alone_ties_is_sent_by_itself(job: Job) -> None:
+    for rank in job[1]:
+        sent = rank["untied_there"]
+        assert {"lm_head.weight", "model.embed_tokens.weight"} < set(sent)
+        assert all(sent.values())
+
+
 def test_an_error_on_one_rank_is_raised_alike_on_all(job: Job) -> None:
     first, second = (rank["raises"] for rank in job[1])
     assert first["type"] == second["type"] == "SourceFailed"

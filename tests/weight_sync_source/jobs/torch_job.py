@@ -18,6 +18,7 @@ from weight_sync_source.jobs.tiny import ALIASES, Tiny
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights import TensorMeta
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.arange(12).view(2, 6)
@@ -159,6 +160,20 @@ def failures(job: Rank) -> None:
     agreement.close()
 
 
+def untied_there(job: Rank) -> None:
+    """The engine holds a head of its own, and the trainer ties it."""
+    state = Tiny().state_dict()
+    held = [TensorMeta(name, BF16, tuple(tensor.shape)) for name, tensor in state.items()]
+    source = detect(sharded(Tiny())).source(aliases={}, dtype=BF16, timeout=TIMEOUT, tensors=held)
+    equal = {}
+    for name, tensor in source:
+        values = source.local_values(name)
+        equal[name] = all(torch.equal(v, state[name][b.slices].to(BF16)) for b, v in values)
+        equal[name] &= tensor.is_meta or torch.equal(tensor, state[name].to(BF16))
+    job.outcome["untied_there"] = equal
+    source.agreement.close()
+
+
 def who_calls(job: Rank) -> None:
     """What is every rank's own, what is theirs together, and a source that has been used."""
     model = sharded(Tiny())
@@ -180,6 +195,7 @@ if __name__ == "__main__":
     rank = Rank()
     gathers(rank)
     failures(rank)
+    untied_there(rank)
     who_calls(rank)
     rank.finish()
     dist.barrier()

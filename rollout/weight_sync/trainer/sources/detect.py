@@ -279,7 +279,7 @@ class Detected:
         from rollout.weight_sync.trainer.sources.plain import PlainSource
 
         weights = bare_module(obj) if isinstance(obj, nn.Module) else obj
-        items = held_by(weights)
+        items = held_by(weights, naming.wants)
         if self.ranks is None:
             from rollout.weight_sync.trainer.sources.codes import holds_codes
             from rollout.weight_sync.trainer.sources.iterable import CodesSource

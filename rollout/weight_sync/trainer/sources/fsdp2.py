@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource, BufferFor
-from rollout.weight_sync.trainer.sources.names import Naming, Pairs, named_weights, pairs
+from rollout.weight_sync.trainer.sources.names import Naming, Pairs, held_by
 from rollout.weight_sync.trainer.sources.values import check_all, readable
 from rollout.weights import Box, Shape
 
@@ -34,7 +34,7 @@ class FSDP2Source(BoundSource):
     """
 
     def __init__(self, weights: Weights, naming: Naming, agreement: RankGroup) -> None:
-        items = held_items(weights)
+        items = held_items(weights, naming.wants)
         check_all(items)
         super().__init__(weights, items, naming, agreement)
         self._buffer: Tensor | None = None
@@ -151,12 +151,13 @@ def ranks(weights: Weights) -> tuple[int, ...]:
     return tuple(found)
 
 
-def held_items(weights: Weights) -> list[tuple[str, Tensor]]:
-    """Names and tensors of a module, which is resharded first, of a dict or of pairs."""
+def held_items(
+    weights: Weights, wants: Callable[[str], bool] = lambda name: False
+) -> list[tuple[str, Tensor]]:
+    """Names and tensors (``held_by``) of a module, which is resharded first, a dict or pairs."""
     if isinstance(weights, nn.Module):
         reshard(weights)
-        return named_weights(weights)
-    return pairs(weights)
+    return held_by(weights, wants)
 
 
 def reshard(module: nn.Module) -> None:

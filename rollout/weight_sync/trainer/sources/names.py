@@ -38,6 +38,10 @@ class Naming:
         """What a tensor of ``dtype`` travels as, under the name that it is sent by."""
         return wire_dtype(name, dtype, self.dtype)
 
+    def wants(self, raw: str) -> bool:
+        """Whether the engine holds a tensor of its own under that name."""
+        return self.name_of(raw) in self.known
+
     def bind(self, items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return bind(items, self.aliases, self.name_of)
 
@@ -139,21 +143,32 @@ def pairs(weights: Pairs) -> list[tuple[str, Tensor]]:
     return [*map(pair_of, weights.items() if isinstance(weights, Mapping) else weights)]
 
 
-def held_by(weights: nn.Module | Pairs) -> list[tuple[str, Tensor]]:
-    """The tensors of a module, a dict or a list, by name."""
-    return named_weights(weights) if isinstance(weights, nn.Module) else pairs(weights)
+def held_by(
+    weights: nn.Module | Pairs, wants: Callable[[str], bool] = lambda name: False
+) -> list[tuple[str, Tensor]]:
+    """The tensors of a module (``named_weights``), a dict or a list, by name."""
+    return named_weights(weights, wants) if isinstance(weights, nn.Module) else pairs(weights)
 
 
-def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and persistent buffers in model order, a shared tensor once; local, no copies."""
-    found: dict[int, tuple[str, Tensor]] = {}
+def named_weights(
+    module: nn.Module, wants: Callable[[str], bool] = lambda name: False
+) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers in model order; local, no copies.
+
+    A shared tensor comes under its first name, and under each further one that the engine
+    ``wants``, as one that does not tie what the trainer ties.
+    """
+    found: list[tuple[str, Tensor]] = []
+    seen: set[int] = set()
     is_plain = type(module).named_modules is nn.Module.named_modules
     for prefix, owner in _beneath(module) if is_plain else module.named_modules():
         transient = owner._non_persistent_buffers_set
         for name, tensor in _own(owner, prefix):
-            if id(tensor) not in found and name.rsplit(".", 1)[-1] not in transient:
-                found[id(tensor)] = name, tensor
-    return list(found.values())
+            if name.rsplit(".", 1)[-1] in transient or (id(tensor) in seen and not wants(name)):
+                continue
+            seen.add(id(tensor))
+            found.append((name, tensor))
+    return found
 
 
 def _own(owner: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:

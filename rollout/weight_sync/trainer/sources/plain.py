@@ -29,7 +29,7 @@ class PlainSource(BoundSource):
         items: list[tuple[str, Tensor]] | None = None,
     ) -> None:
         """``items``: what ``weights`` hold, where the caller has looked."""
-        items = held_by(weights) if items is None else items
+        items = held_by(weights, naming.wants) if items is None else items
         check_all(items)
         super().__init__(weights, items, naming, agreement)
         self._place: BufferFor = lambda dtype, shape: None
