@@ -142,6 +142,7 @@ class Engine:
             for r in range(size)
         ]
         self.epoch, self.version, self.broken = 7, 0, None
+        self.leaving, self.served = False, None
         self.serving = ServingLease()
         self.control = self.counters = self.pins = self
         self.is_served = True
