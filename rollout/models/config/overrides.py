@@ -91,4 +91,5 @@ def _declared(kind: object) -> frozenset[str] | None:
         fields = made().to_dict()
     except Exception:  # noqa: BLE001 - code of others; one that has no defaults
         return None
-    return frozenset((*fields, *made.attribute_map, *made.attribute_map.values()))
+    settable = [name for name in dir(made) if isinstance(getattr(made, name, None), property)]
+    return frozenset((*fields, *settable, *made.attribute_map, *made.attribute_map.values()))
