@@ -25,6 +25,9 @@ class Sessions:
 
     The one that was used longest ago makes room; after ``idle`` seconds one is forgotten. A name
     is its owner's secret: who knows it reads and continues the session. For one event loop.
+
+    A turn runs on a copy, which is held under the name once the turn is recorded: one that fails
+    leaves the session as it was, with the turns that it would have rewound.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Sessions:
         self._max_tokens, self._max_bytes = max_tokens, max_bytes
         self._bytes: dict[str, int] = {}  # of each that is held, as its last turn left it
         self._held: OrderedDict[str, tuple[AsyncSession, float]] = OrderedDict()
+        self._turns: dict[str, AsyncSession] = {}  # the copies that turns run on, by name
 
     def __len__(self) -> int:
         return len(self._held)
@@ -59,7 +63,8 @@ class Sessions:
         return self._held[name][0].messages if name in self._held else []
 
     def end(self, name: str) -> bool:
-        """Forget it; whether it was there."""
+        """Forget it; whether it was there. A turn of it that is under way is not kept."""
+        self._turns.pop(name, None)
         self._bytes.pop(name, None)
         return self._held.pop(name, None) is not None
 
@@ -79,7 +84,7 @@ class Sessions:
         ``options`` are the template's from this turn on.
         ``restart``: begin anew from this text, answers included; else their ids have to be here.
         """
-        session = self._of(name, conversation, restart)
+        session = self._begun(name, conversation, restart)
         try:
             session.options = options or session.options
             known = session.rewind_to(conversation)
@@ -88,15 +93,25 @@ class Sessions:
             )
             async with aclosing(outputs):
                 async for output in outputs:
+                    if output.finished:
+                        self._keep(name, session)
                     yield 0, output
         finally:
-            self._settle(name, session)
+            self._over(name, session)
+
+    def _begun(self, name: str, conversation: Messages, restart: bool) -> AsyncSession:
+        """What a new turn runs on. One that begins anew takes the place of one under way."""
+        held = self._of(name, conversation, restart)
+        if name in self._turns and not restart:
+            raise InvalidRequest("a turn of this session is under way: a session has one at a time")
+        self._turns[name] = self._make() if restart else held.fork()
+        return self._turns[name]
 
     def _of(self, name: str, conversation: Messages, restart: bool) -> AsyncSession:
         if not 0 < len(name) <= _LONGEST_ID:
             raise InvalidRequest(f"X-Session-ID must have 1 to {_LONGEST_ID} characters")
         self._forget_idle()
-        if name in self._held and not restart:
+        if name in self._held:
             return self._touch(name)
         answered = any(message.get("role") == "assistant" for message in conversation)
         if answered and not restart:
@@ -106,7 +121,6 @@ class Sessions:
                 "send X-Session-Restart: true to tokenise their text"
             )
         session = self._make()
-        self.end(name)
         self._held[name] = (session, time.monotonic())
         self._make_room(name)
         if len(self._held) > self._limit:
@@ -114,15 +128,20 @@ class Sessions:
             raise EngineOverloaded(f"{self._limit} sessions have a turn under way; retry later")
         return session
 
-    def _settle(self, name: str, session: AsyncSession) -> None:
-        """After a turn: one that has none is not kept, and what has grown makes room."""
-        held = self._held.get(name)
-        if held is not None and held[0] is session:
-            if session.num_tokens == 0 and not session.running:
-                self.end(name)
-            else:
-                self._bytes[name] = session.held_bytes
+    def _keep(self, name: str, session: AsyncSession) -> None:
+        """A turn was recorded: the session is now what it ran on, and others make room for it."""
+        if self._turns.get(name) is session:
+            self._held[name] = (session, time.monotonic())
+            self._held.move_to_end(name)
+            self._bytes[name] = session.held_bytes
             self._make_room(name)
+
+    def _over(self, name: str, session: AsyncSession) -> None:
+        """After a turn, however it ended: a session that has none is not kept."""
+        if self._turns.get(name) is session:
+            del self._turns[name]
+            if self._held[name][0].num_tokens == 0:
+                self.end(name)
 
     def _touch(self, name: str) -> AsyncSession:
         session, _ = self._held.pop(name)
@@ -131,10 +150,10 @@ class Sessions:
 
     def _forget_idle(self) -> None:
         oldest = time.monotonic() - self._idle
-        for name, (session, used) in list(self._held.items()):
+        for name, (_, used) in list(self._held.items()):
             if used > oldest:
                 return
-            if not session.running:
+            if name not in self._turns:
                 self.end(name)
 
     def _make_room(self, name: str) -> None:
@@ -145,7 +164,7 @@ class Sessions:
             fit = tokens <= self._max_tokens and nbytes <= self._max_bytes
             if fit and len(self._held) <= self._limit:
                 return
-            if other != name and not session.running:
+            if other != name and other not in self._turns:
                 tokens -= session.num_tokens
                 nbytes -= self._bytes.get(other, 0)
                 self.end(other)

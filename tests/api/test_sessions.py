@@ -5,6 +5,8 @@ import itertools
 import json
 import tempfile
 import threading
+import uuid
+from contextlib import aclosing
 from pathlib import Path
 
 import httpx
@@ -340,6 +342,81 @@ def test_an_edited_history_is_refused_unless_it_is_asked_for(engine):
         assert "true or false" in wrong.json()["error"]["message"]
 
     http_course(engine, course)
+
+
+def test_a_turn_over_http_that_fails_leaves_the_session_with_the_turns_before_it(engine):
+    async def course(post, client):
+        async def held():
+            return (await client.get("/session", params={"session_id": "one"})).json()
+
+        messages = [USER]
+        for turn in range(2):
+            messages += [(await post(messages, turn)).json()["choices"][0]["message"], result(turn)]
+        before, too_long = await held(), {"role": "user", "content": "x" * 9000}
+        restart = {"X-Session-Restart": "true"}
+        for conversation, headers in (
+            ([*messages[:2], too_long], {}),  # it would rewind a turn
+            ([too_long], {}),
+            ([too_long], restart),
+            ([USER, {"role": "assistant", "content": "edited"}, too_long], restart),
+        ):
+            failed = await post(conversation, 3, **headers)
+            assert failed.status_code == 400
+            assert await held() == before
+        went_on = (await post(messages, 4)).json()
+        known = before["prompt_token_ids"] + before["token_ids"]
+        assert went_on["prompt_token_ids"][: len(known)] == known
+        assert (await held())["messages"][:-1] == messages
+
+        failed = await post([too_long], 5, session="new")
+        assert failed.status_code == 400
+        gone = await client.get("/session", params={"session_id": "new"})
+        assert "is here" in gone.json()["error"]["message"]
+
+    http_course(engine, course)
+
+
+def test_a_turn_that_is_left_keeps_the_named_session_and_one_that_begins_anew_goes_first(engine):
+    async def course():
+        async with AsyncRollout.connect(engine.address, timeout=20) as rollout:
+            sessions = Sessions(rollout.session)
+
+            def turn(conversation, many=1, **kwargs):
+                some = params(1, max_tokens=many, ignore_eos=True)
+                return sessions.stream_chat(
+                    "one", conversation, some, request_id=uuid.uuid4().hex, stream=True, **kwargs
+                )
+
+            async def whole(outputs):
+                async for _ in outputs:
+                    pass
+
+            await whole(turn([USER]))
+            first = sessions.messages("one")
+            await whole(turn([*first, result(1)]))
+            both = sessions.messages("one")
+            async with aclosing(turn([*first, result(2)], 2000)) as left:
+                async for _ in left:
+                    with pytest.raises(InvalidRequest, match="one at a time"):
+                        await whole(turn([*both, result(2)]))
+                    break
+            assert sessions.messages("one") == both
+
+            slow = turn([*both, result(3)], 200)
+            await anext(slow)
+            await whole(turn([USER], restart=True))
+            anew = sessions.messages("one")
+            await whole(slow)
+            assert sessions.messages("one") == anew
+            assert len(anew) == 2
+
+            slow = turn([*anew, result(4)], 200)
+            await anext(slow)
+            assert sessions.end("one")
+            await whole(slow)
+            assert len(sessions) == 0
+
+    asyncio.run(course())
 
 
 def test_sessions_of_a_server_are_bounded_in_number_tokens_bytes_and_idle_time(engine):
