@@ -152,15 +152,13 @@ def as_params(params: Params, count: int) -> list[SamplingParams]:
     return many
 
 
-def as_ids(request_ids: Sequence[str] | None, count: int) -> list[str]:
-    """One for each of ``count`` prompts, made where none is given: of several prompts they end in
-    the prompt's index, by which errors name it.
+def as_ids(request_ids: str | Sequence[str] | None, count: int) -> list[str]:
+    """One for each of ``count`` prompts, made where none is given, or one for them all: of several
+    prompts they end in the prompt's index, by which errors name it.
     """
-    if request_ids is None:
-        call = uuid.uuid4().hex
-        return [call] if count == 1 else [f"{call}-{index}" for index in range(count)]
-    if isinstance(request_ids, str):
-        request_ids = [request_ids]
+    if request_ids is None or isinstance(request_ids, str):
+        call = request_ids or uuid.uuid4().hex
+        request_ids = [call] if count == 1 else [f"{call}-{index}" for index in range(count)]
     if not isinstance(request_ids, Sequence):
         raise InvalidRequest(f"request_ids must be a list of texts, got {request_ids!r:.80}")
     if len(request_ids) != count:

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout.api.arguments import as_texts
 from rollout.api.backend import Backend
+from rollout.api.call_names import CallNames
 from rollout.api.generation_verbs import GenerationVerbs
 from rollout.api.read_floor import ReadFloor
 from rollout.api.session_store import Sessions
@@ -109,7 +110,7 @@ class AsyncRollout(GenerationVerbs):
         return self
 
     def _set_up(self, backend: Backend, address: str | None, shown: Callable[[], str]) -> None:
-        self.backend = backend
+        self.backend, self.names = backend, CallNames()
         self.weights = WeightVerbs(backend)
         self.threads = VerbThreads()
         self._floor = ReadFloor()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,16 @@ class EmbeddedBackend:
         stream: bool,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         parts = [parts_of(prompt) for prompt in prompts]
-        ids = await self.prompts.token_ids([given for given, _, _ in parts])
-        texts = [given if isinstance(given, str) else None for given, _, _ in parts]
-        ids, images = await self.prompts.placed(ids, [files for _, files, _ in parts])
-        delivered = [done for _, _, done in parts]
-        async with contextlib.aclosing(
-            self._calls.run(ids, texts, params, request_ids, stream, images, delivered)
-        ) as outputs:
-            async for item in outputs:
-                yield item
+        with self._calls.coming(request_ids, params) as call:
+            ids = await self.prompts.token_ids([given for given, _, _ in parts])
+            texts = [given if isinstance(given, str) else None for given, _, _ in parts]
+            ids, images = await self.prompts.placed(ids, [files for _, files, _ in parts])
+            delivered = [done for _, _, done in parts]
+            async with contextlib.aclosing(
+                self._calls.run(call, ids, texts, params, request_ids, stream, images, delivered)
+            ) as outputs:
+                async for item in outputs:
+                    yield item
 
     @property
     def max_model_len(self) -> int:
@@ -147,20 +149,15 @@ class EmbeddedBackend:
         stream: bool,
         delivered: Sequence[tuple[Completion, ...]] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        chats = await self.prompts.chats(conversations, options)
-        async with contextlib.aclosing(
-            self._calls.run(
-                [chat.token_ids for chat in chats],
-                [chat.text for chat in chats],
-                params,
-                request_ids,
-                stream,
-                [chat.images for chat in chats],
-                delivered,
-            )
-        ) as outputs:
-            async for item in outputs:
-                yield item
+        with self._calls.coming(request_ids, params) as call:
+            chats = await self.prompts.chats(conversations, options)
+            ids, texts = [chat.token_ids for chat in chats], [chat.text for chat in chats]
+            images = [chat.images for chat in chats]
+            async with contextlib.aclosing(
+                self._calls.run(call, ids, texts, params, request_ids, stream, images, delivered)
+            ) as outputs:
+                async for item in outputs:
+                    yield item
 
     async def tokenize(
         self,
@@ -181,8 +178,9 @@ class EmbeddedBackend:
         return await asyncio.to_thread(tokenizer.render_chat, messages, options)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        coming = self._calls.abort_coming(request_ids)
         ids = list(self._calls.ids if request_ids is None else request_ids)
-        return await self.core.control.abort(ids)
+        return coming + await self.core.control.abort(ids)
 
     def end_calls(self, error: EngineError) -> None:
         """End every call under way with ``error``, at the next step; does not wait for it."""
@@ -221,6 +219,8 @@ class EmbeddedBackend:
         )
 
     async def pause(self, mode: str, timeout: float) -> None:
+        if mode == "abort":
+            self._calls.abort_coming()
         await self.core.control.pause(mode, timeout)
 
     async def resume(self) -> None:
@@ -230,6 +230,8 @@ class EmbeddedBackend:
         if self.prepared:  # what is staged would go, and with it the vote
             raise UpdateInProgress(f"update {self.prepared} waits for its decision: no sleep now")
         control = self.core.control
+        if mode == "abort":
+            self._calls.abort_coming()
         if mode == "wait" and not control.asleep:
             await control.finish_before_sleep(timeout)
         try:
@@ -245,7 +247,8 @@ class EmbeddedBackend:
         await self.core.control.reset_prefix_cache(reset_running_requests)
 
     async def stats(self) -> EngineStats:
-        return self.core.stats()
+        stats = self.core.stats()
+        return replace(stats, waiting=stats.waiting + self._calls.num_coming)
 
     # ---- what servers need ----
 

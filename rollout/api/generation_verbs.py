@@ -25,6 +25,7 @@ from rollout.api.arguments import (
     one_of,
 )
 from rollout.api.backend import Backend, Outputs
+from rollout.api.call_names import CallNames
 from rollout.api.image_inputs import has_images, portable, with_images
 from rollout.api.read_floor import ReadFloor
 from rollout.api.session import AsyncSession
@@ -54,6 +55,7 @@ class GenerationVerbs(ABC):
     """Over one backend, whose first use starts it."""
 
     backend: Backend
+    names: CallNames  # of the calls under way
 
     async def start(self) -> None:
         """Load the model (or check that the service answers). Idempotent."""
@@ -70,7 +72,7 @@ class GenerationVerbs(ABC):
         *,
         sampling_params: Params = None,
         images: Sequence[Any] | None = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of ``prompts``.
 
@@ -93,7 +95,7 @@ class GenerationVerbs(ABC):
         params: Params = None,
         *,
         sampling_params: Params = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: str | Sequence[str] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Continue one conversation or several, rendered by the model's chat template.
@@ -115,7 +117,7 @@ class GenerationVerbs(ABC):
         pooling: str = "last",
         dimensions: int | None = None,
         adapter: str | None = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: str | Sequence[str] | None = None,
     ) -> list[EmbeddingOutput]:
         """One embedding per prompt: the last token's hidden state after the model's final norm.
 
@@ -140,7 +142,7 @@ class GenerationVerbs(ABC):
         *,
         pooling: str = "last",
         adapter: str | None = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: str | Sequence[str] | None = None,
         **options: Any,
     ) -> list[ClassificationOutput]:
         """The score head's logits for each prompt, with probabilities, label and reward.
@@ -176,7 +178,7 @@ class GenerationVerbs(ABC):
         temperature: float = 1.0,
         adapter: str | None = None,
         routed_experts: Sequence[Any] | None = None,
-        request_ids: Sequence[str] | None = None,
+        request_ids: str | Sequence[str] | None = None,
     ) -> list[ScoreOutput]:
         """Logprobs of given tokens: each prompt's completion, or without ``completions`` all tokens
         of the prompts but the first.
@@ -235,24 +237,25 @@ class GenerationVerbs(ABC):
         prompts: Prompts,
         params: Params = None,
         *,
-        request_ids: Sequence[str] | None = None,
+        request_ids: str | Sequence[str] | None = None,
         stream: bool = True,
     ) -> Outputs:
         """(index of the prompt, output) as they finish; with ``stream`` cumulative ones, too."""
         await self.start()
         each = as_prompts(prompts, self.backend.max_model_len, params)
         ids, many = as_ids(request_ids, len(each)), self._params(params, len(each))
-        outputs = self.backend.generate(each, many, ids, stream=stream)
-        async with aclosing(outputs):
-            async for item in outputs:
-                yield item
+        with self.names.under_way(request_ids, ids):
+            outputs = self.backend.generate(each, many, ids, stream=stream)
+            async with aclosing(outputs):
+                async for item in outputs:
+                    yield item
 
     async def stream_chat(
         self,
         messages: Messages | Sequence[Messages],
         params: Params = None,
         *,
-        request_ids: Sequence[str] | None = None,
+        request_ids: str | Sequence[str] | None = None,
         stream: bool = True,
         delivered: Sequence[tuple[Completion, ...]] | None = None,
         **options: Any,
@@ -266,10 +269,11 @@ class GenerationVerbs(ABC):
         if any(has_images(one) for one in each):
             each = await asyncio.to_thread(lambda: [portable(one) for one in each])
         ids, many = as_ids(request_ids, len(each)), self._params(params, len(each))
-        outputs = self.backend.chat(each, many, ids, chat, stream=stream, delivered=delivered)
-        async with aclosing(outputs):
-            async for item in outputs:
-                yield item
+        with self.names.under_way(request_ids, ids):
+            outputs = self.backend.chat(each, many, ids, chat, stream=stream, delivered=delivered)
+            async with aclosing(outputs):
+                async for item in outputs:
+                    yield item
 
     def _params(self, params: Params, count: int) -> list[SamplingParams]:
         return self.read_floor().under(as_params(params, count))
@@ -316,12 +320,15 @@ class GenerationVerbs(ABC):
         return AsyncSession(self.backend, options, self.read_floor)
 
     async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:
-        """End one request, several, or all at the next step; returns how many were running.
+        """End one request, several, or all at the next step; returns how many were running or
+        waiting, for a version or a grammar, too.
 
         Nothing is raised: samples come back as far as they got, with ``finish_reason`` "abort".
+        An id that was given to a call of several prompts ends them all.
         """
         await self.start()
-        return await self.backend.abort(as_texts(request_ids, "request_ids"))
+        names = as_texts(request_ids, "request_ids")
+        return await self.backend.abort(None if names is None else self.names.ids_of(names))
 
 
 async def in_order(outputs: Outputs) -> list[RequestOutput]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 
+from rollout.api.coming_call import ComingCall
 from rollout.api.output_collector import Mailbox, RequestOutputCollector
 from rollout.engine.core import EngineCore
 from rollout.errors import EngineError, InvalidRequest, RolloutError, VersionConflict
@@ -17,16 +18,42 @@ _LOOK = 0.005  # seconds between looks at what is live
 
 class RunningCalls:
     """Hands calls to the engine and their outputs to the loop that asked. ``ids``: of requests that
-    are under way.
+    the engine has.
     """
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.ids: set[str] = set()
+        self._coming: set[ComingCall] = set()
         self._mailbox: Mailbox | None = None  # of the loop that asked last
+
+    @property
+    def num_coming(self) -> int:
+        """Sequences of calls that the engine has not got yet."""
+        return sum(call.num_sequences for call in list(self._coming))
+
+    @contextlib.contextmanager
+    def coming(
+        self, request_ids: Sequence[str], params: Sequence[SamplingParams]
+    ) -> Iterator[ComingCall]:
+        """From a call's arrival on: what it is aborted by until the engine has it."""
+        call = ComingCall(request_ids, sum(one.n for one in params))
+        self._coming.add(call)
+        try:
+            yield call
+        finally:
+            self._coming.discard(call)
+
+    def abort_coming(self, request_ids: Collection[str] | None = None) -> int:
+        """End these requests, or all, where the engine has not got them yet; how many there were.
+
+        Who then asks the engine for the same ends those that it has got meanwhile.
+        """
+        return sum(call.abort(request_ids) for call in list(self._coming))
 
     async def run(
         self,
+        call: ComingCall,
         prompt_ids: Sequence[Sequence[int]],
         texts: Sequence[str | None],
         params: Sequence[SamplingParams],
@@ -38,7 +65,8 @@ class RunningCalls:
         """One call: (index of its request, output), of all or, with ``stream``, as tokens come.
 
         ``images`` and ``delivered`` (what was answered of samples that go on) are one each. A
-        reader that leaves early aborts what is left.
+        reader that leaves early aborts what is left. What is aborted before the engine has it ends
+        there without a step.
         """
         begun = delivered or [()] * len(params)
         rows = zip(request_ids, prompt_ids, params, texts, images, begun, strict=True)
@@ -52,16 +80,17 @@ class RunningCalls:
         index = {request.request_id: n for n, request in enumerate(requests)}
         if len(index) < len(requests):
             raise InvalidRequest("request ids must differ within one call")
-        await self._compile(params)
+        await self._compile(params, call)
         for one in params:
             one.check_epoch(self.core.epoch)
-        await self._has_come(max((p.min_version or 0 for p in params), default=0))
+        await self._has_come(max((p.min_version or 0 for p in params), default=0), call)
         if any(p.bad_words for p in params):
             requests = await asyncio.to_thread(self.core.inputs.with_bad_words, requests)
         if self._mailbox is None or self._mailbox.loop is not asyncio.get_running_loop():
             self._mailbox = Mailbox()
         collector = RequestOutputCollector(self._mailbox)
-        self.core.submit(requests, collector, stream=stream)
+        self.core.submit(requests, collector, stream=stream, aborted=call.aborted)
+        self._coming.discard(call)
         pending = set(index)
         self.ids |= pending
         try:
@@ -81,10 +110,10 @@ class RunningCalls:
                 with contextlib.suppress(EngineError):  # a dead engine has nothing left to abort
                     self.core.at_step_boundary(lambda: self.core.outputs.abort(pending))
 
-    async def _has_come(self, version: int) -> None:
+    async def _has_come(self, version: int, call: ComingCall) -> None:
         """Wait until ``version`` is live; ``VersionConflict`` at the engine's timeout."""
         deadline = time.monotonic() + self.core.config.timeout
-        while self.core.version < version:
+        while self.core.version < version and not call.is_over:
             if time.monotonic() > deadline:
                 alone = self.core.serving.left is None  # a fleet's epoch is not its members'
                 epoch = f"epoch {self.core.epoch}" if alone else "the fleet's epoch"
@@ -98,10 +127,10 @@ class RunningCalls:
                 return  # who submits hears why
             await asyncio.sleep(_LOOK)
 
-    async def _compile(self, params: Sequence[SamplingParams]) -> None:
+    async def _compile(self, params: Sequence[SamplingParams], call: ComingCall) -> None:
         """Wait, off the engine's thread, until every grammar of a call is known to be one."""
         grammars = self.core.grammars
         specs = {id(p): p.structured_outputs for p in params if p.structured_outputs is not None}
         for spec in specs.values():
-            if spec is not None and grammars is not None:
-                await asyncio.wrap_future(grammars.compile(spec))
+            if spec is not None and grammars is not None and not call.is_over:
+                await call.until(grammars.compile(spec))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 
 from rollout.engine.input_processor import InputProcessor
@@ -32,10 +32,14 @@ class CallAdmission:
         self._inputs, self._outputs, self._took_on = inputs, outputs, took_on
         self._refusal, self._at_boundary = refusal, at_boundary
 
-    def take(self, requests: Sequence[Request], sink: Sink, *, stream: bool) -> None:
-        """Judge ``requests`` here, raising for all of them, and queue them at the next boundary."""
+    def take(
+        self, requests: Sequence[Request], sink: Sink, *, stream: bool, aborted: Set[str]
+    ) -> None:
+        """Judge ``requests`` here, raising for all of them, and queue them at the next boundary;
+        those that are ``aborted`` by then end there.
+        """
         requests = self._inputs.with_bad_words(requests)
-        call = Call(sink, stream, set(self._inputs.take(requests)))
+        call = Call(sink, stream, set(self._inputs.take(requests)), aborted)
         arrived = time.monotonic()
         admitted = self._at_boundary(lambda: self._admit(requests, call, arrived))
         admitted.add_done_callback(lambda future: self._not_admitted(future, requests, call))
@@ -44,11 +48,13 @@ class CallAdmission:
         """In the engine's thread: queue the whole call, or end it if it can no longer be served."""
         try:
             with self._inputs.handing_over(requests):
-                refusal = self._refusal()
+                refusal = None if call.open <= call.aborted else self._refusal()
                 if refusal is None:
                     states = self._inputs.build(requests, call, arrived)
                     self._outputs.add(states)
-                    self._took_on(states)
+                    self._outputs.abort(list(call.aborted))
+                    if left := [state for state in states if state.num_open]:
+                        self._took_on(left)
         except RolloutError as error:  # an adapter that was unloaded since the call was judged
             refusal = error
         except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -323,20 +323,28 @@ class EngineCore:
 
     # ---- requests ----
 
-    def submit(self, requests: Sequence[Request], sink: Sink, *, stream: bool) -> None:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        sink: Sink,
+        *,
+        stream: bool,
+        aborted: Set[str] = frozenset(),
+    ) -> None:
         """Admit all requests together, in one scheduling step, or raise for all of them.
 
         ``sink`` is called from the engine's thread and must not block. It gets cumulative
         snapshots as tokens arrive if ``stream``, otherwise each request's final one; an error
         ends the whole call. Raises ``InvalidRequest`` or ``PromptTooLong`` for a bad
         request, ``EngineOverloaded`` while too much waits, an ``EngineError`` while the engine
-        cannot serve.
+        cannot serve. ``aborted``: the ids of those that end as they are admitted, read only then;
+        a call that has no others needs no engine that serves.
         """
         refusal = self._refusal()
-        if refusal is not None:
+        if refusal is not None and (not aborted or {r.request_id for r in requests} - aborted):
             raise refusal
         if requests:
-            self._admission.take(requests, sink, stream=stream)
+            self._admission.take(requests, sink, stream=stream, aborted=aborted)
 
     def _took_on(self, states: list[RequestState]) -> None:
         """In the engine's thread, of a call that was queued now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,12 +119,14 @@ Sink = Callable[[Snapshot | BaseException], None]
 class Call:
     """Requests submitted together; ``sink`` gets their outputs, or one error that ends them all.
 
-    ``open``: the ids of those that have not ended.
+    ``open``: the ids of those that have not ended. ``aborted``: of those that are to end as they
+    are admitted; other threads may still add to it.
     """
 
     sink: Sink
     stream: bool
     open: set[str]
+    aborted: Set[str] = frozenset()
 
 
 @dataclass(slots=True, eq=False)

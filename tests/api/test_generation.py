@@ -178,6 +178,43 @@ def test_one_id_may_be_aborted_without_a_list(face, engine, eventually):
     assert [out.outputs[0].finish_reason for out in results] == ["abort"]
 
 
+def test_one_id_of_several_prompts_ends_them_all(face, engine, eventually):
+    results = []
+    asked = {"request_ids": "both"}
+    thread = threading.Thread(
+        target=lambda: results.extend(face.generate([[1, 2], [3, 4]], LONG, **asked))
+    )
+    engine.pause_generation()
+    thread.start()
+    eventually(lambda: engine.metrics().running + engine.metrics().waiting == 2)
+    assert face.abort("bot") == 0
+    assert face.abort(["both", "both-1"]) == 2
+    engine.resume_generation()
+    thread.join(60)
+    assert [out.request_id for out in results] == ["both-0", "both-1"]
+    assert [out.outputs[0].finish_reason for out in results] == ["abort", "abort"]
+    assert face.abort("both") == 0
+
+
+def test_what_waits_for_a_version_is_seen_and_aborted(face, engine, eventually):
+    results = []
+    later = {"max_tokens": 8, "min_version": engine.weight_version + 1}
+    thread = threading.Thread(
+        target=lambda: results.extend(face.generate([[1, 2], [3, 4]], later, request_ids="late"))
+    )
+    thread.start()
+    eventually(lambda: engine.metrics().waiting == 2)
+    assert face.abort("late-0") == 1
+    assert face.abort("late-0") == 0
+    assert thread.is_alive()
+    assert face.abort() == 1
+    thread.join(60)
+    assert [out.prompt_token_ids for out in results] == [[1, 2], [3, 4]]
+    for sample in (out.outputs[0] for out in results):
+        assert (sample.finish_reason, sample.token_ids, sample.text) == ("abort", [], "")
+    assert engine.metrics().waiting == 0
+
+
 def test_equal_request_ids_in_one_call_are_refused(face):
     with pytest.raises(InvalidRequest, match="differ"):
         face.generate([[1], [2]], GREEDY, request_ids=["x", "x"])
@@ -457,7 +494,7 @@ WRONG = [
     (lambda r: r.generate([np.int64(1)]), "send [int(token) for token in ids]"),
     (lambda r: r.generate([[np.int64(1)]]), "send [int(token) for token in ids]"),
     (lambda r: r.generate({"input_ids": [[1]], "attention_mask": [[1]]}), 'its ["input_ids"]'),
-    (lambda r: r.generate(["a", "b"], request_ids="xy"), "1 request ids for 2 prompts"),
+    (lambda r: r.generate(["a", "b"], request_ids=["xy"]), "1 request ids for 2 prompts"),
     (lambda r: r.generate("a", request_ids=5), "request_ids must be a list of texts, got 5"),
     (lambda r: r.generate("a", images=3), "images must be a list, got 3"),
     (lambda r: r.chat(["hi"]), "a conversation is a list"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -86,6 +86,69 @@ async def test_whether_it_is_paused_is_said_in_a_sleep_too(
     assert await said() == (True, False)
     await engine.resume_generation()
     assert await said() == (False, False)
+
+
+LATER = {"prompt": [5, 6], "max_tokens": 3, "min_version": 1, "request_id": "x"}
+ENDS = {
+    "/abort_requests": ({"request_ids": ["x"]}, None),
+    "/abort_requests?": (None, None),
+    "/abort_request": ({"rid": "x"}, None),
+    "/pause?mode=abort": (None, "/resume"),
+    "/sleep?mode=abort": (None, "/wake_up"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ENDS)
+async def test_what_the_engine_has_not_got_yet_ends_where_all_is_aborted(
+    engine: AsyncRollout, http: httpx.AsyncClient, path: str, stream: bool
+) -> None:
+    body, then = ENDS[path]
+    waits = http.post("/v1/completions", json={**LATER, "stream": stream})
+    waiting = asyncio.create_task(waits)
+    await until(lambda: engine.backend._calls.num_coming)
+    assert (await http.get("/load")).json() == {"server_load": 1}
+    done = await http.post(path, json=body)
+    assert done.status_code == 200
+    if path.startswith("/abort_requests"):
+        assert done.json() == {"aborted": 1}
+    reply = await asyncio.wait_for(waiting, HANG)
+    assert reply.status_code == 200
+    assert '"finish_reason":"abort"' in reply.text.replace(": ", ":")
+    assert (await http.get("/load")).json() == {"server_load": 0}
+    assert (await http.post(then)).status_code == 200 if then else True
+
+
+async def test_what_waits_for_its_grammar_is_aborted(
+    engine: AsyncRollout, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiles: list[Future[None]] = []
+
+    def compile_never(spec: object) -> Future[None]:
+        compiles.append(Future())
+        return compiles[-1]
+
+    monkeypatch.setattr(engine.backend.core.grammars, "compile", compile_never)
+    body = {"prompt": [5], "request_id": "x", "structured_outputs": {"regex": "a+"}}
+    waiting = asyncio.create_task(http.post("/v1/completions", json=body))
+    await until(lambda: compiles)
+    assert (await http.post("/abort_requests")).json() == {"aborted": 1}
+    choice = (await asyncio.wait_for(waiting, HANG)).json()["choices"][0]
+    assert (choice["finish_reason"], choice["text"]) == ("abort", "")
+    assert compiles[0].cancelled(), "nobody waits for it any more"
+
+
+async def test_a_request_id_of_several_prompts_aborts_them_all(
+    engine: AsyncRollout, http: httpx.AsyncClient
+) -> None:
+    body = {"prompt": [[5], [6]], "max_tokens": 200, "ignore_eos": True, "request_id": "y"}
+    asked = asyncio.create_task(http.post("/v1/completions", json=body))
+    await until(lambda: engine.backend._calls.ids == {"y-0", "y-1"})
+    assert (await http.post("/abort_requests", json={"request_ids": ["y"]})).json() == {
+        "aborted": 2
+    }
+    choices = (await asked).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
 
 
 async def test_verbs_that_wait_take_nothing_from_health_text_and_resume(

@@ -219,14 +219,13 @@ async def completions(rollout: Engine, body: CompletionBody, request: Request) -
         decode=decoder_of(rollout),
         answerless=body.answerless,
     )
-    ids = _ids(style, len(prompts))
     params = _processed(params, style)
     if not body.add_special_tokens:
         prompts = [
             await rollout.tokenize(p, add_special_tokens=False) if isinstance(p, str) else p
             for p in prompts
         ]
-    outputs = rollout.stream_many(prompts, params, request_ids=ids, stream=body.stream)
+    outputs = rollout.stream_many(prompts, params, request_ids=style.request_id, stream=body.stream)
     outputs = within(body.timeout, rollout, params, outputs)
     return await _respond(request, body, style, outputs)
 
@@ -336,13 +335,6 @@ def _processed(params: SamplingParams, style: AnswerStyle) -> SamplingParams:
         return params
     at = 1.0 if params.greedy else params.temperature
     return replace(with_top(params, "processed"), prompt_temperature=at)
-
-
-def _ids(style: AnswerStyle, prompts: int) -> list[str]:
-    """One request id per prompt of a call."""
-    if prompts == 1:
-        return [style.request_id]
-    return [f"{style.request_id}-{index}" for index in range(prompts)]
 
 
 async def _respond(

@@ -75,9 +75,8 @@ class _HeadBody(ConversationBody, OpenAIBody):
                 await rollout.tokenize(p, add_special_tokens=False) if isinstance(p, str) else p
                 for p in prompts
             ]
-        ids = [name if count == 1 else f"{name}-{index}" for index in range(count)]
         found = await rollout.classify(
-            prompts, pooling=pooling, adapter=params.adapter, request_ids=ids
+            prompts, pooling=pooling, adapter=params.adapter, request_ids=name
         )
         return model, found
 

@@ -44,14 +44,13 @@ async def embeddings(rollout: Engine, body: EmbeddingBody, request: Request) -> 
         raise InvalidRequest(f"input has {len(prompts)} entries; at most {MAX_INPUTS} in one call")
     model, params = await sampled_by(rollout, body.model, SamplingParams(adapter=body.adapter))
     name = body.request_id or f"embd-{uuid.uuid4().hex}"
-    ids = [name if len(prompts) == 1 else f"{name}-{index}" for index in range(len(prompts))]
     work = rollout.embed(
         prompts,
         normalize=body.normalize,
         pooling=body.pooling,
         dimensions=body.dimensions,
         adapter=params.adapter,
-        request_ids=ids,
+        request_ids=name,
     )
     done = await unless_disconnected(request, work)
     tokens = sum(len(output.prompt_token_ids) for output in done)

@@ -77,7 +77,7 @@ async def score(rollout: Engine, body: ScoreBody, request: Request) -> Response:
         temperature=body.temperature,
         adapter=params.adapter,
         routed_experts=body.routed_experts,
-        request_ids=[name if count == 1 else f"{name}-{index}" for index in range(count)],
+        request_ids=name,
     )
     done = await unless_disconnected(request, work)
     scored = sum(len(output.token_ids) for output in done)
