@@ -8,6 +8,7 @@ from time import sleep
 from types import SimpleNamespace
 
 import pytest
+from shared_engines import eventually
 
 from rollout import Rollout
 from rollout.errors import EngineClosed
@@ -368,3 +369,14 @@ def test_a_new_call_of_a_client_outlasts_a_moment_in_which_no_member_serves(fron
             sleep(0.5)
             assert not asked.done()
         assert asked.result(60)[0].finished
+
+
+def test_an_abort_at_the_front_ends_what_waits_for_a_version_at_members(front, engines):
+    later = {"max_tokens": 6, "min_version": 1}
+    with ThreadPoolExecutor(1) as pool:
+        prompts = [[5, 6, n] for n in range(6)]
+        asked = pool.submit(front.rollout.generate, prompts, later, request_ids="late")
+        eventually(lambda: sum(engine.metrics().waiting for engine in engines) == len(prompts))
+        assert front.rollout.abort("late") == len(prompts)
+        outputs = [output.outputs[0] for output in asked.result(60)]
+    assert {(one.finish_reason, len(one.token_ids)) for one in outputs} == {("abort", 0)}
