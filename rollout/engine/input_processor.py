@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 
 from rollout.engine.adapter_table import AdapterTable
@@ -121,18 +122,15 @@ class InputProcessor:
     def build(self, requests: Sequence[Request], call: Call, arrived: float) -> list[RequestState]:
         """States with their samples, numbered in order. Engine thread only."""
         return [
-            RequestState(
-                request,
-                [self._sample(request, i, call.stream) for i in range(request.params.n)],
-                call,
-                arrived,
-            )
+            RequestState(request, self._samples(request, call.stream), call, arrived)
             for request in requests
         ]
 
-    def _sample(self, request: Request, index: int, stream: bool) -> Sample:
+    def _samples(self, request: Request, stream: bool) -> list[Sample]:
+        """They have what does not change in common, the prompt's tokens included: there may be
+        many, and none has run yet.
+        """
         params, prompt, target = request.params, request.prompt_token_ids, None
-        adapter = params.adapter
         alone = params.max_tokens == 0 and not (params.hidden_state or request.images)
         if alone and len(prompt) > 1:
             target = prompt[-1]
@@ -143,35 +141,34 @@ class InputProcessor:
         if params.max_tokens is not None:
             longest = min(longest, len(prompt) + params.max_tokens)
         stops = frozenset(params.stop_token_ids)
-        if params.seed is None:
-            seed = self._seeds.getrandbits(_SEED_BITS)
-        else:
-            seed = sample_seed(params.seed, index)
-        seq = TokenSequence(
-            seq_id=self._next_seq_id,
+        make = partial(
+            TokenSequence,
             request_id=request.request_id,
-            index=index,
             params=params,
-            seed=seed,
-            prompt_token_ids=prompt,
+            prompt_token_ids=list(prompt),
+            shares_prompt=params.n > 1,
             target=target,
             max_len=longest,
             stop_ids=stops if params.ignore_eos else stops | self._model.eos_ids,
             bad_words=request.bad_words or (),
-            image_positions=(
-                ImagePositions(len(prompt), request.images) if request.images else None
-            ),
-            adapter=None if adapter is None else self._adapters.resolve(adapter),
+            image_positions=ImagePositions(len(prompt), request.images) if request.images else None,
+            adapter=None if params.adapter is None else self._adapters.resolve(params.adapter),
         )
-        self._next_seq_id += 1
-        text = None
-        if self._tokenizer is not None and params.detokenize:
-            text = Detokenizer(self._tokenizer, prompt, params)
-        tells_each = stream and params.stream_interval == 1
-        sample = Sample(seq, text, stepwise=tells_each or bool(params.stop))
-        if request.delivered:
-            sample.go_on(request.delivered[index])
-        return sample
+        stepwise = (stream and params.stream_interval == 1) or bool(params.stop)
+        samples = []
+        for index in range(params.n):
+            seq = make(seq_id=self._next_seq_id, index=index, seed=self._seed(params.seed, index))
+            self._next_seq_id += 1
+            text = None
+            if self._tokenizer is not None and params.detokenize:
+                text = Detokenizer(self._tokenizer, prompt, params)
+            samples.append(Sample(seq, text, stepwise))
+            if request.delivered:
+                samples[-1].go_on(request.delivered[index])
+        return samples
+
+    def _seed(self, given: int | None, index: int) -> int:
+        return self._seeds.getrandbits(_SEED_BITS) if given is None else sample_seed(given, index)
 
     def _unpadded(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         """Without the padding at its end, as transformers looks for the last token; one is left."""

@@ -171,6 +171,7 @@ class Sample:
     def go_on(self, delivered: Completion) -> None:
         """Have what another engine has delivered of this sample; the KV of it is computed here."""
         seq, logs = self.sequence, delivered.logprobs
+        seq.own_tokens()
         columns = (delivered.token_ids, logs.raw, logs.processed, logs.log_kept_mass)
         spans = (span for span in delivered.weight_versions for _ in range(span.start, span.stop))
         for token, raw, processed, mass, span in zip(*columns, spans, strict=True):

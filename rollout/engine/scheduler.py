@@ -280,6 +280,7 @@ class Scheduler:
             heapq.heappop(heap)
             del self._waiting[seq.seq_id]
             seq.status = Status.RUNNING
+            seq.own_tokens()
             insort(self.running, seq, key=_BY_ID)
             budget -= self._schedule_chunk(entries, seq, budget)
             in_flight.add(seq)
@@ -298,7 +299,7 @@ class Scheduler:
         # Leave room for the running ones to grow, or the newcomer is preempted at once.
         margin = min(len(self.running), self.blocks.num_blocks // 32)
         while not self.blocks.admit(seq, found, margin):
-            if self.running or not self._drop_holder(keep=seq):
+            if self.running or not self._drop_holders(keep=seq):
                 return False
         return True
 
@@ -355,7 +356,7 @@ class Scheduler:
     def _give_way(self, seq: Sequence) -> bool:
         """Preempt the newest running sequence; False if that was ``seq``."""
         newest = self.running[-1]
-        if newest is seq and self._drop_holder():
+        if newest is seq and self._drop_holders():
             return True
         self.preemptions += 1
         self._requeue(newest)
@@ -372,12 +373,17 @@ class Scheduler:
         self._waiting[seq.seq_id] = seq
         heapq.heappush(self._lane_of(seq).started, (seq.seq_id, seq))
 
-    def _drop_holder(self, keep: Sequence | None = None) -> bool:
-        """Take the shared blocks of the newest waiting sample; False if none holds any."""
+    def _drop_holders(self, keep: Sequence | None = None) -> bool:
+        """Take the blocks that the newest request's waiting samples share, from all of them: until
+        the last has none they are not free. False if none holds any.
+        """
         holders = [s for s in self._waiting.values() if s.block_table and s is not keep]
         if not holders:
             return False
-        self.blocks.release(max(holders, key=_BY_ID))
+        newest = max(holders, key=_BY_ID).request_id
+        for seq in holders:
+            if seq.request_id == newest:
+                self.blocks.release(seq)
         return True
 
     def _fork(self, first: Sequence) -> None:

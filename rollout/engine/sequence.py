@@ -30,20 +30,20 @@ class Status(IntEnum):
 class Sequence:
     """A prompt and its growing output; ``seq_id`` rises with arrival and orders everything.
 
-    ``token_ids`` is prompt then output; the KV of positions ``< num_computed`` lies in the blocks
-    of ``block_table`` (which may cover more). ``max_len`` tokens are the most there may be;
-    ``stop_ids`` end the sequence earlier, and are masked while fewer than ``params.min_tokens``
-    tokens are out; ``bad_words`` are ids that may not come in a row; ``image_positions``: of a
-    prompt with images; ``adapter``: what the request's name meant when it came; ``pin``: the
-    version that it is to finish on, where that is no longer live. ``seed`` is already this
-    sample's own. The
-    lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top`` unless None) have one entry per
-    output token; ``scores``, where asked for, one per prompt position computed so far, from the
-    first that is wanted on. ``target``: the token after the last one that is computed, of a prompt
-    that is scored and not answered; ``draws``: whether tokens follow the prompt at all.
-    ``hidden_state``: of the prompt's last token, once it is computed, or of all of them.
-    ``experts``: those that its tokens were routed to, where asked for; ``forced_experts``: those
-    that its prompt has to be routed to.
+    ``token_ids`` is prompt then output; with ``shares_prompt`` it is the very list that was given,
+    which the request's other samples have, too, until ``own_tokens``. The KV of positions ``<
+    num_computed`` lies in the blocks of ``block_table`` (which may cover more). ``max_len`` tokens
+    are the most there may be; ``stop_ids`` end the sequence earlier, and are masked while fewer
+    than ``params.min_tokens`` tokens are out; ``bad_words`` are ids that may not come in a row;
+    ``image_positions``: of a prompt with images; ``adapter``: what the request's name meant when it
+    came; ``pin``: the version that it is to finish on, where that is no longer live. ``seed`` is
+    already this sample's own. The lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top``
+    unless None) have one entry per output token; ``scores``, where asked for, one per prompt
+    position computed so far, from the first that is wanted on. ``target``: the token after the last
+    one that is computed, of a prompt that is scored and not answered; ``draws``: whether tokens
+    follow the prompt at all. ``hidden_state``: of the prompt's last token, once it is computed, or
+    of all of them. ``experts``: those that its tokens were routed to, where asked for;
+    ``forced_experts``: those that its prompt has to be routed to.
 
     Of a model whose layers have groups of pages: ``block_table`` is the first group's, which covers
     as much as the others or less, ``more_tables`` are those; ``gone``: how many blocks of each are
@@ -69,6 +69,7 @@ class Sequence:
     adapter: AdapterVersion | None = None
     adapter_place: int | None = None  # where it lies while this runs; None: in its slot
     pin: int | None = None
+    shares_prompt: bool = False
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
@@ -111,7 +112,11 @@ class Sequence:
 
     def __post_init__(self, prompt_token_ids: ReadOnly[int]) -> None:
         params = self.params
-        self.token_ids, self.prompt_len = list(prompt_token_ids), len(prompt_token_ids)
+        if self.shares_prompt and isinstance(prompt_token_ids, list):
+            self.token_ids = prompt_token_ids
+        else:
+            self.token_ids = list(prompt_token_ids)
+        self.prompt_len = len(self.token_ids)
         placed = self.image_positions
         self._prompt_cache_ids = [] if placed is None else placed.cache_ids(prompt_token_ids)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -251,6 +256,11 @@ class Sequence:
         if last:
             found = states / self.prompt_len if pooling == "mean" else states
             self.hidden_state = found.ravel().tolist()
+
+    def own_tokens(self) -> None:
+        """Before it runs, or has tokens of its own: a list that only it appends to."""
+        if self.shares_prompt:
+            self.token_ids, self.shares_prompt = list(self.token_ids), False
 
     def append(self, token: int, version: int, raw: float, processed: float, mass: float) -> None:
         """Add one sampled token, whose logits the base of ``version`` gave, with its adapter."""

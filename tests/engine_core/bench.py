@@ -63,6 +63,7 @@ class Bench:
                 params=params,
                 seed=i,
                 prompt_token_ids=prompt,
+                shares_prompt=n > 1,
             )
             for i in range(n)
         ]

@@ -150,6 +150,20 @@ def test_samples_of_one_request_have_their_own_seeds_and_arrive_together(start: 
     assert [c.token_ids for c in out.outputs] == [continuation(PROMPT, 4)] * 3
 
 
+def test_samples_that_have_not_run_have_one_list_of_the_prompts_tokens(start: Start) -> None:
+    core, sink = start(max_num_seqs=2, max_num_batched_tokens=16), Sink()
+    core.control.pause().result()
+    core.submit([request(n=6, max_tokens=4)], sink, stream=False)
+    core.control.abort([]).result()  # they are admitted before
+    lists = [seq.token_ids for seq in core.scheduler.sequences()]
+    assert len(lists) == 6
+    assert all(ids is lists[0] for ids in lists)
+    core.control.resume().result()
+    outputs = sink.results()["a"].outputs
+    assert [c.token_ids for c in outputs] == [continuation(PROMPT, 4)] * 6
+    assert lists[0] == PROMPT
+
+
 def test_more_requests_than_memory_all_finish_with_the_right_tokens(start: Start) -> None:
     core = start(num_kv_blocks=20, max_model_len=80, max_num_batched_tokens=16)
     prompts = {str(i): [(7 * i + j) % VOCAB for j in range(10 + i)] for i in range(12)}

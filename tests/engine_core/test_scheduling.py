@@ -200,6 +200,25 @@ def test_when_nothing_else_is_left_shared_blocks_of_waiting_samples_are_taken_ba
     bench.run()
 
 
+def test_what_waiting_samples_share_is_taken_from_all_of_a_request_at_once() -> None:
+    bench = Bench(num_blocks=32, budget=64, max_seqs=2, caching=False)
+    older, newer = bench.submit(prompt(12), 1, n=6), bench.submit(prompt(12, 40), 1, n=6)
+    bench.step()
+
+    def holders(samples: list[Sequence]) -> list[Sequence]:
+        return [s for s in samples if s.status is Status.WAITING and s.block_table]
+
+    assert len(holders(older)) == len(holders(newer)) == 5
+    free = bench.blocks.num_free
+    assert bench.scheduler._drop_holders()
+    assert (len(holders(older)), len(holders(newer))) == (5, 0)
+    assert bench.blocks.num_free == free + 2
+    assert bench.scheduler._drop_holders(keep=older[1])
+    assert holders(older) == [older[1]]
+    assert not bench.scheduler._drop_holders(keep=older[1])
+    bench.run()
+
+
 def test_under_recompute_all_kv_is_of_the_new_version_and_the_output_stays() -> None:
     bench = Bench(budget=64)
     seq = bench.submit(prompt(10), 12)[0]

@@ -22,7 +22,7 @@ class ImagePositions:
 
     def __init__(self, length: int, images: Sequence[PlacedImage]) -> None:
         self.images = tuple(images)
-        self._length = length
+        self._length, self._cache_ids = length, list[int]()
         self._table = np.empty((3, length), np.int64)
         place = at = 0
         for image in images:
@@ -42,12 +42,14 @@ class ImagePositions:
         return np.concatenate((known, np.broadcast_to(later, (3, len(later)))), axis=1)
 
     def cache_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """The prompt's ids as the prefix cache compares them.
+        """The prompt's ids, ``token_ids``, as the prefix cache compares them; made once.
 
         A placeholder is a part of its image's digest instead (negative, as no id is): equal ids of
         different images never match, and four of them hold all of a digest but four bytes.
         """
-        ids = list(token_ids)
+        if self._cache_ids:
+            return self._cache_ids
+        ids = self._cache_ids = list(token_ids)
         for placed in self.images:
             digest, count = placed.image.digest, placed.image.count
             words = [
