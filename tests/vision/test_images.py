@@ -13,9 +13,12 @@ from io import BytesIO
 from threading import Thread
 
 import pytest
+from PIL import Image
 from tiny_vision import END, PAD, START, check_greedy, check_logprobs, picture, write_vision
+from transformers.image_utils import load_image
 
 from rollout import Rollout, SamplingParams
+from rollout.engine.images.placeholders import place
 from rollout.errors import InvalidRequest, PromptTooLong
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, logprobs=0)
@@ -84,6 +87,29 @@ def test_an_image_may_come_in_any_form_and_expanded_ids_stay_as_they_are(served,
     with Rollout.connect(engine.address) as client:
         [remote] = client.generate(given, GREEDY)
         assert ids_of(remote) == ids_of(again)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_photo_is_turned_as_its_file_says(served, tmp_path, kind):
+    """As transformers loads it: parts of one that is not square lie on another grid."""
+    engine, model = served
+    exif, out = Image.Exif(), BytesIO()
+    exif[0x0112] = 6
+    picture(1, 60, 30).save(out, format=kind, exif=exif)
+    (tmp_path / "photo").write_bytes(out.getvalue())
+    upright = load_image(str(tmp_path / "photo"))
+    assert upright.size == (30, 60)
+    outputs = engine.generate([ONE] * 2, GREEDY, images=[[out.getvalue()], [tmp_path / "photo"]])
+    for output in outputs:
+        check_greedy(model, output, [upright])
+
+
+def test_images_that_touch_have_a_placeholder_each_where_there_are_as_many():
+    for counts in ([4, 4, 4, 4], [3, 3, 3], [2, 1]):
+        ids, starts = place([5, *[9] * len(counts), 7], counts, 9, "the prompt")
+        assert ids == [5, *[9] * sum(counts), 7]
+        assert starts == [1 + sum(counts[:i]) for i in range(len(counts))]
+    assert place([5, *[9] * 8, 7], [4, 4], 9, "the prompt") == ([5, *[9] * 8, 7], [1, 5])
 
 
 def test_chats_take_pictures_paths_and_data_uris(served, tmp_path):

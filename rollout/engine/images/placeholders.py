@@ -15,18 +15,21 @@ def place(
 
     A run of placeholders is either one, which is expanded, or has as many as its image has parts:
     then it was expanded before, by a template, a processor, or an earlier answer. Images that touch
-    are expanded together or not at all. Raises ``InvalidRequest`` naming the image whose run has
+    are expanded together or not at all. Where there are as many placeholders as images, each is
+    one. Raises ``InvalidRequest`` naming the image whose run has
     another length, and where there are more or fewer of them than images.
     """
     out: list[int] = []
     starts: list[int] = []
+    one_each = ids.count(token) == len(counts)
     for is_image, group in groupby(ids, token.__eq__):
         run = list(group)
         if not is_image:
             out += run
             continue
         done = len(starts)
-        for count in _of_run(len(run), counts[done:], done, where):
+        left = counts[done:]
+        for count in left[: len(run)] if one_each else _of_run(len(run), left, done, where):
             starts.append(len(out))
             out += [token] * count
     if len(starts) < len(counts):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollout.engine.images.placeholders import place
-from rollout.engine.images.reader import decoded, open_image, pillow
+from rollout.engine.images.reader import decoded, open_image, pillow, upright_size
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import PatchedImage, PlacedImage
 from rollout.models.config.vision import VisionConfig
@@ -108,7 +108,7 @@ class ImageProcessor:
 
     def _count(self, image: Any, name: str) -> int:
         """Tokens of an image, by its size alone."""
-        width, height = image.size
+        width, height = upright_size(image, name)
         try:
             patches: int = self._hf.get_number_of_image_patches(height, width)
         except ValueError as error:  # it is too long and thin

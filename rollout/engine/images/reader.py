@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
 from rollout.errors import ConfigError, InvalidRequest
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_ORIENTATION = 0x0112  # of EXIF: from 5 on rows and columns are exchanged
 
 
 def open_image(data: bytes, where: str, max_pixels: int) -> Any:
@@ -35,10 +38,28 @@ def open_image(data: bytes, where: str, max_pixels: int) -> Any:
     return image
 
 
+def upright_size(image: Any, where: str) -> tuple[int, int]:
+    """Width and height of what ``decoded`` gives; of most formats the header alone is read."""
+    width, height = image.size
+    with _undamaged(where):
+        turned = image.getexif().get(_ORIENTATION, 1) >= 5
+    return (height, width) if turned else (width, height)
+
+
 def decoded(image: Any, where: str) -> Any:
-    """Its pixels as RGB, of an animation the first picture; raises ``InvalidRequest``."""
+    """Its pixels as RGB, turned as its EXIF says (as transformers' and datasets' own readers do),
+    of an animation the first picture; raises ``InvalidRequest``.
+    """
+    from PIL import ImageOps
+
+    with _undamaged(where):
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+@contextmanager
+def _undamaged(where: str) -> Iterator[None]:
     try:
-        return image.convert("RGB")
+        yield
     except Exception as error:  # noqa: BLE001 - as above: a truncated or damaged file
         raise InvalidRequest(
             f"{where} cannot be decoded ({type(error).__name__}: {str(error)[:200]})"

@@ -41,6 +41,13 @@ def fault(tensor: Any) -> str | None:
     """Why the values of ``tensor`` cannot be sent and what to do, or None; reads none of them."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}, not a tensor; leave it out"
+    if type(tensor).__name__ == "ShardedTensor":  # which refuses to be asked anything else
+        return (
+            "is a ShardedTensor, whose values are spread over ranks; pass the FSDP model itself, "
+            "on every rank"
+        )
+    if hasattr(tensor, "ds_id") and not tensor.numel():
+        return "is partitioned by ZeRO-3; pass the engine, or its module, on every rank"
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised yet; run a forward pass first"
     if tensor.is_meta:
