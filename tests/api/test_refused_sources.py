@@ -40,6 +40,20 @@ class Quantised(Wrapper):
         return ["inner"], None
 
 
+class ShardedTensor(Wrapper):
+    """FSDP1's, which answers to nothing."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"torch function {func.__name__!r} is not known for ShardedTensor")
+
+
+def partitioned(tensor: Tensor) -> Tensor:
+    left = tensor.new_empty(0)
+    left.ds_id = 1  # type: ignore[attr-defined]
+    return left
+
+
 def freed(tensor: Tensor) -> Tensor:
     tensor = tensor.clone()
     tensor.untyped_storage().resize_(0)
@@ -58,6 +72,8 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "sparse": (lambda t: t.to_sparse(), "to_dense"),
     "quantised": (lambda t: Quantised(t.to(torch.int8)), "dequantised"),
     "wrapper": (lambda t: Wrapper(t.to(torch.int8)), "stands for another tensor"),
+    "sharded": (ShardedTensor, "ShardedTensor, .*pass the FSDP model"),
+    "partitioned": (partitioned, "by ZeRO-3; pass the engine"),
     "complex": (lambda t: t.to(torch.complex64), "complex64"),
 }
 FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {

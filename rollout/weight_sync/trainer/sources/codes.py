@@ -26,7 +26,8 @@ from rollout.weights.quantization import MXFP4, Scheme
 
 def holds_codes(items: Iterable[tuple[str, Tensor]]) -> bool:
     """Whether weights of linears are codes in there."""
-    return any(_is_codes(name, tensor) for name, tensor in items)
+    plain = (Tensor, torch.nn.Parameter)  # others may not answer, and are refused by name
+    return any(type(tensor) in plain and _is_codes(name, tensor) for name, tensor in items)
 
 
 def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[tuple[str, Tensor]]:
