@@ -161,6 +161,12 @@ def test_ranks_other_than_the_first_are_told_what_is_every_ranks_own(job: Job) -
     assert first["together"] == second["together"] == [None] * 4
 
 
+def test_parameters_that_are_summoned_are_not_sent(job: Job) -> None:
+    for rank in job[1]:
+        assert "ConfigError: the module is inside FSDP's summon_full_params" in rank["summoned"]
+        assert rank["no longer summoned"] is None
+
+
 def test_a_source_that_is_used_twice_says_so_and_blames_no_rank(job: Job) -> None:
     for rank in job[1]:
         assert rank["used"]["type"] == "SourceFailed"

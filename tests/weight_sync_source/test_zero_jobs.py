@@ -73,6 +73,14 @@ def test_what_all_ranks_hold_is_the_unsharded_model_bit_for_bit(
         assert (counts[key] == (1 if kind == "ZeroSource" and not whole else 2)).all(), key
 
 
+def test_what_was_changed_while_it_is_gathered_is_not_sent(job: Job) -> None:
+    first, second = job[1]
+    assert "was changed inside GatheredParameters: leave that before" in first["changed"]
+    assert second["changed"] is None
+    for rank in job[1]:
+        assert rank["gathered"] is rank["no longer gathered"] is None
+
+
 def test_an_error_on_one_rank_is_raised_alike_on_all(job: Job) -> None:
     first, second = (rank["raises"] for rank in job[1])
     assert first["type"] == second["type"] == "SourceFailed"

@@ -34,6 +34,16 @@ class Rank:
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
 
+    def refused(self, name: str, obj: Any) -> None:
+        """What this rank says of ``obj``, which it does not send."""
+        try:
+            detect_update(obj, {}).source(
+                aliases=ALIASES, dtype=torch.float32, timeout=TIMEOUT
+            ).agreement.close()
+            self.outcome[name] = None
+        except Exception as error:
+            self.outcome[name] = f"{type(error).__name__}: {error}"
+
     def gather(
         self,
         name: str,

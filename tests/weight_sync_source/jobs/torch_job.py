@@ -196,6 +196,10 @@ if __name__ == "__main__":
     gathers(rank)
     failures(rank)
     untied_there(rank)
+    summoned = flat(use_orig_params=True)
+    with FullyShardedDataParallel.summon_full_params(summoned):
+        rank.refused("summoned", summoned)
+    rank.refused("no longer summoned", summoned)
     who_calls(rank)
     rank.finish()
     dist.barrier()

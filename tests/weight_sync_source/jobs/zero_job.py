@@ -40,6 +40,14 @@ if __name__ == "__main__":
     job.gather("zero2", engine(2, bf16=False), torch.bfloat16)
     job.gather("zero1_bf16", engine(1, bf16=True), torch.bfloat16)
 
+    parameters = list(three.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        job.refused("gathered", three)
+        if job.rank == 0:
+            parameters[0].data.add_(1)
+        job.refused("changed", three)
+    job.refused("no longer gathered", three)
+
     source = detect(three).source(aliases=ALIASES, dtype=torch.bfloat16, timeout=TIMEOUT)
 
     def on_rank_1(index: int) -> None:

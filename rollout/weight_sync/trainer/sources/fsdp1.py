@@ -33,6 +33,7 @@ class FSDP1Source(BoundSource):
     """
 
     def __init__(self, module: nn.Module, naming: Naming, agreement: RankGroup) -> None:
+        _check_not_summoned(module)
         self._places = _places(module)
         items = [(place.name, stand_in) for stand_in, place in self._places.items()]
         super().__init__(module, items, naming, agreement)
@@ -123,6 +124,19 @@ def ranks(module: nn.Module) -> tuple[int, ...]:
             "ranks know each other"
         )
     return tuple(range(dist.get_world_size()))
+
+
+def _check_not_summoned(module: nn.Module) -> None:
+    """What is changed while parameters are summoned reaches the shards when that ends."""
+    for part in module.modules():
+        handle = (
+            getattr(part, "_handle", None) if isinstance(part, FullyShardedDataParallel) else None
+        )
+        if handle is not None and handle._training_state.name == "SUMMON_FULL_PARAMS":
+            raise ConfigError(
+                "the module is inside FSDP's summon_full_params: leave that before the update, "
+                "which sends the shards, and what was changed reaches them at its end"
+            )
 
 
 def _is_other_replica(unit: FullyShardedDataParallel) -> bool:

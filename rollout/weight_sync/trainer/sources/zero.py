@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollout.errors import ConfigError
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource
 from rollout.weight_sync.trainer.sources.names import Naming, named_weights
@@ -30,7 +31,9 @@ class ZeroSource(BoundSource):
     """
 
     def __init__(self, module: nn.Module, naming: Naming, agreement: RankGroup) -> None:
-        super().__init__(module, named_weights(module), naming, agreement)
+        items = named_weights(module)
+        _check_unchanged(items)
+        super().__init__(module, items, naming, agreement)
 
     def _shape(self, tensor: Tensor) -> Shape:
         return full_shape(tensor)
@@ -83,6 +86,23 @@ class ZeroSource(BoundSource):
         if not self.agreement.is_sender:
             return torch.empty(full_shape(tensor), dtype=dtype, device="meta")
         return readable(name, tensor).to(dtype, copy=copy)
+
+
+@torch.no_grad()
+def _check_unchanged(items: list[tuple[str, Tensor]]) -> None:
+    """What is changed while parameters are gathered reaches the partitions when that ends. Those
+    that are kept gathered for good say nothing: they follow their partitions at the next forward.
+    """
+    for name, tensor in items:
+        status = getattr(tensor, "ds_status", None)
+        if status is None or status.name != "AVAILABLE" or getattr(tensor, "ds_persist", False):
+            continue
+        start, part = partition(tensor) or (0, tensor.new_empty(0))
+        if not torch.equal(tensor.reshape(-1)[start : start + len(part)], part):
+            raise ConfigError(
+                f"{name} was changed inside GatheredParameters: leave that before the update, "
+                "which sends the partitions, and what was changed reaches them at its end"
+            )
 
 
 def ranks(obj: nn.Module) -> tuple[int, ...]:
