@@ -84,9 +84,9 @@ class RolloutWorker:
     ``max_inflight``: conversations that run at the same time; ``queue_size``: samples that may wait
     for the trainer.
 
-    A conversation that has a turn cut short, by an abort or an error, is neither scored nor queued,
-    and counts in ``dropped``. A sample's ``model_version`` is that of the oldest weights that any
-    of its tokens came from.
+    A conversation that has a turn cut short, by an abort or an error, or that has no sampled token
+    at all is neither scored nor queued, and counts in ``dropped``. A sample's ``model_version`` is
+    that of the oldest weights that any of its tokens came from.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RolloutWorker:
         self._rows: Iterator[tuple[int, Row]] = iter(())
         self._rows_lock = threading.Lock()
         self.failure: BaseException | None = None  # what ended it
-        self.dropped = 0  # conversations that were cut short
+        self.dropped = 0  # conversations that were cut short, or had no token sampled
         self._beat = time.monotonic()
         self._offset = 0  # the engine's version less the trainer's
 
@@ -164,7 +164,10 @@ class RolloutWorker:
             raise RuntimeError(f"the rollout worker has failed: {self.failure}") from self.failure
         age = time.monotonic() - self._beat
         if age > stale_after_s:
-            raise RuntimeError(f"no group of samples was finished for {age:.0f} s")
+            raise RuntimeError(
+                f"no group of samples was finished for {age:.0f} s; {self.dropped} conversations "
+                "were cut short or had no token sampled"
+            )
 
     # ---- helpers ----
 
@@ -173,9 +176,11 @@ class RolloutWorker:
             while not self._stopping.is_set():
                 with self._rows_lock:
                     number, row = next(self._rows)
-                for sample in self._group(number, row):
+                samples = self._group(number, row)
+                for sample in samples:
                     self._put(sample)
-                self._beat = time.monotonic()
+                if samples:  # else nothing was made, and it may be so for ever
+                    self._beat = time.monotonic()
         except Exception as error:  # noqa: BLE001 - told by ``check_health``
             if not self._stopping.is_set():
                 self.failure = error
@@ -213,7 +218,7 @@ class RolloutWorker:
         return self._scored(number, row, sessions)
 
     def _scored(self, number: int, row: Row, sessions: Sequence[Session]) -> list[Any]:
-        sessions = [session for session in sessions if not session.trajectory().is_cut_short]
+        sessions = [session for session in sessions if _is_whole(session.trajectory())]
         with self._rows_lock:
             self.dropped += self._generations - len(sessions)
         if not sessions:
@@ -227,8 +232,6 @@ class RolloutWorker:
         mean, spread = (known.mean(), known.std()) if known.size else (np.nan, np.nan)
         samples = []
         for index, trajectory in enumerate(played):
-            if not trajectory.mask.any():
-                continue
             scored = not np.isnan(totals[index])
             metrics = {"reward": float(totals[index]), "reward_std": float(spread)}
             for reward, values in zip(self._rewards, rewards, strict=True):
@@ -289,6 +292,10 @@ def answer_once(session: Session, row: Row, params: SamplingParams) -> None:
         session.generate(prompt, params)
     else:
         session.chat(prompt, params)
+
+
+def _is_whole(trajectory: Trajectory) -> bool:
+    return not trajectory.is_cut_short and bool(trajectory.mask.any())
 
 
 def _completion(session: Session, row: Row) -> Any:

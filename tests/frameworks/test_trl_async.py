@@ -115,6 +115,44 @@ def test_what_was_cut_short_is_neither_scored_nor_queued(
     assert [sample.advantage for sample in samples] == pytest.approx([-1, 1], abs=1e-5)
 
 
+def test_a_worker_whose_conversations_all_come_to_nothing_is_not_healthy(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "qwen3", tokenizer=True)
+
+    def cut_short(session, row, params):
+        long = {"max_tokens": 480, "ignore_eos": True}
+        cut = threading.Thread(target=session.generate, args=(row["prompt"], long))
+        cut.start()
+        while cut.is_alive():
+            rollout.abort()
+            cut.join(0.01)
+
+    def never_asked(**_):
+        raise AssertionError("there is nothing to score")
+
+    def unhealthy(play) -> RolloutWorker:
+        worker = RolloutWorker(
+            rollout, [{"prompt": "Hello"}], never_asked, play=play,
+            num_generations=2, max_inflight=2,
+        )  # fmt: skip
+        worker.start()
+        end = time.monotonic() + 60
+        while worker.dropped < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        with pytest.raises(RuntimeError, match=r"no group of samples.*\d conversations"):
+            worker.check_health(0.4)
+        worker.stop()
+        return worker
+
+    with Rollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+        for play in (lambda *_: time.sleep(0.01), cut_short):
+            worker = unhealthy(play)
+            assert worker.failure is None
+            assert worker.dropped >= 2
+            assert worker.dropped % 2 == 0
+            assert worker.rollout_buffer.empty()
+
+
 @pytest.mark.more
 def test_the_stock_async_trainer_sends_adapters_which_are_merged_as_they_are_loaded(
     tmp_path: Path,
