@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import itertools
 import queue
 import threading
@@ -33,6 +35,7 @@ Play = Callable[[Session, Row, SamplingParams], None]
 
 _LOOK = 0.2  # seconds between looks at whether the worker was stopped
 _END_WAIT = 30.0
+_NO_COLUMNS = ("completion", "completion_ids")  # of a row: they would be taken for the samples'
 _ADAPTER = "trl-policy-v"  # as TRL names what it has the server load
 
 
@@ -77,12 +80,12 @@ class RolloutWorker:
     """Plays the dataset's rows, ``num_generations`` times each, scores them and queues the samples.
 
     ``reward_funcs``: TRL's: ``f(prompts=, completions=, completion_ids=, **columns)`` gives a
-    number per sample, or None where it has none to give. ``play``: one conversation,
-    ``play(session, row, params)``; without it the row's "prompt" (messages, or text) is answered
-    once. What it plays becomes one training row: exact ids, the loss mask and the logprobs they
-    were sampled with. ``params``: of every turn; each conversation has a seed of its own.
-    ``max_inflight``: conversations that run at the same time; ``queue_size``: samples that may wait
-    for the trainer.
+    number per sample, or None where it has none to give; it may be async. ``play``: one
+    conversation, ``play(session, row, params)``; without it the row's "prompt" (messages, or text)
+    is answered once. What it plays becomes one training row: exact ids, the loss mask and the
+    logprobs they were sampled with. ``params``: of every turn; each conversation has a seed of
+    its own. ``max_inflight``: conversations that run at the same time; ``queue_size``: samples that
+    may wait for the trainer.
 
     A conversation that has a turn cut short, by an abort or an error, or that has no sampled token
     at all is neither scored nor queued, and counts in ``dropped``. A sample's ``model_version`` is
@@ -120,6 +123,7 @@ class RolloutWorker:
         self._rows_lock = threading.Lock()
         self.failure: BaseException | None = None  # what ended it
         self.dropped = 0  # conversations that were cut short, or had no token sampled
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._beat = time.monotonic()
         self._offset = 0  # the engine's version less the trainer's
 
@@ -133,6 +137,10 @@ class RolloutWorker:
             threading.Thread(target=self._work, name=f"rollout-trl-{index}", daemon=True)
             for index in range(self._groups)
         ]
+        # One loop for all groups, as TRL has: a client that a reward function keeps belongs to it.
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = runner.get_loop()
+        threading.Thread(target=_serve, args=(runner,), daemon=True).start()
         for thread in self._threads:
             thread.start()
 
@@ -147,6 +155,9 @@ class RolloutWorker:
                 break
             for thread in self._threads:
                 thread.join(_LOOK / len(self._threads))
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
 
     def update_model_version(self, model_version: int) -> None:
         """From now on conversations are answered by what was sent last: the weights, or, where
@@ -250,11 +261,16 @@ class RolloutWorker:
         count = len(played)
         columns: dict[str, list[Any]] = defaultdict(list)
         for key, value in row.items():
-            columns[f"{key}s" if key == "prompt" else key] = [value] * count
+            if key not in _NO_COLUMNS:
+                columns[f"{key}s" if key == "prompt" else key] = [value] * count
         ids = [trajectory.token_ids.tolist() for trajectory in played]
         found = []
         for reward in self._rewards:
-            values = list(reward(completions=list(completions), completion_ids=ids, **columns))
+            values = reward(completions=list(completions), completion_ids=ids, **columns)
+            if inspect.iscoroutine(values):
+                assert self._loop is not None
+                values = asyncio.run_coroutine_threadsafe(values, self._loop).result()
+            values = list(values)
             if len(values) != count:
                 raise ConfigError(f"a reward function gave {len(values)} values for {count}")
             found.append([np.nan if value is None else float(value) for value in values])
@@ -283,6 +299,11 @@ class RolloutWorker:
             metrics=metrics,
             enqueued_at=time.time(),
         )
+
+
+def _serve(runner: asyncio.Runner) -> None:
+    with runner:  # its end cancels what is still awaited
+        runner.get_loop().run_forever()
 
 
 def answer_once(session: Session, row: Row, params: SamplingParams) -> None:

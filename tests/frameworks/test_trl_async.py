@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -75,6 +76,52 @@ def test_a_worker_scores_groups_and_says_what_has_failed(
         with pytest.raises(RuntimeError, match="no reward today"):
             broken.check_health(60)
         broken.stop()
+
+
+def test_reward_functions_are_called_as_trl_calls_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a row has of a sample's own is left out, and what is async is awaited, on one loop."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    write_tiny(tmp_path, "qwen3", tokenizer=True)
+    row = {"prompt": "Hello", "completion": "there", "completion_ids": [1, 2], "answer": "x"}
+    seen, loops, begun, cancelled = [], set(), threading.Event(), threading.Event()
+
+    def plain(completions, completion_ids, **columns):
+        seen.append((len(completions), len(completion_ids), columns))
+        return [0.0, 1.0]
+
+    class Judge:
+        async def __call__(self, completions, **_):
+            await asyncio.sleep(0)
+            loops.add(asyncio.get_running_loop())
+            return [3.0, None]
+
+    async def endless(**_):
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    with Rollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+        settings = {"params": {"max_tokens": 4}, "num_generations": 2, "max_inflight": 2}
+        worker = RolloutWorker(rollout, [row], [plain, Judge()], **settings)
+        worker.start()
+        got = [worker.rollout_buffer.get(timeout=60) for _ in range(4)]
+        worker.stop()
+        worker.check_health(60)
+        waits = RolloutWorker(rollout, [row], endless, **settings)
+        monkeypatch.setattr("rollout.integrations.trl._END_WAIT", 2.0)
+        waits.start()
+        assert begun.wait(60)
+        waits.stop()
+    assert seen[0] == (2, 2, {"prompts": ["Hello"] * 2, "answer": ["x"] * 2})
+    assert [sample.metrics["reward"] for sample in got] == [3.0, 1.0] * 2
+    assert got[0].metrics["rewards/Judge"] == 3.0
+    assert len(loops) == 1
+    assert not any(loop.is_running() for loop in loops)
+    assert cancelled.wait(60)
 
 
 def test_what_was_cut_short_is_neither_scored_nor_queued(
