@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from rollout.api import Rollout, Session, Trajectory
-from rollout.errors import ConfigError, RolloutError
+from rollout.errors import ConfigError, RolloutError, some
 from rollout.generation import SamplingParams
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
@@ -80,7 +80,7 @@ class RolloutWorker:
     """Plays the dataset's rows, ``num_generations`` times each, scores them and queues the samples.
 
     ``reward_funcs``: TRL's: ``f(prompts=, completions=, completion_ids=, **columns)`` gives a
-    number per sample, or None where it has none to give; it may be async. ``play``: one
+    number per sample, or None (or NaN) where it has none to give; it may be async. ``play``: one
     conversation, ``play(session, row, params)``; without it the row's "prompt" (messages, or text)
     is answered once. What it plays becomes one training row: exact ids, the loss mask and the
     logprobs they were sampled with. ``params``: of every turn; each conversation has a seed of
@@ -110,8 +110,10 @@ class RolloutWorker:
                 "num_generations must be at least 2, for advantages are relative to their group, "
                 "and max_inflight at least num_generations"
             )
-        self._rollout, self._dataset = rollout, dataset
+        self._rollout, self._rows = rollout, _numbered(dataset)
         self._rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        if not self._rewards:
+            raise ConfigError("reward_funcs is empty; give at least one reward function")
         self._params, self._play = SamplingParams.of(params), play or answer_once
         self._generations, self._groups = num_generations, max_inflight // num_generations
         self._seed = seed
@@ -119,7 +121,6 @@ class RolloutWorker:
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._rows: Iterator[tuple[int, Row]] = iter(())
         self._rows_lock = threading.Lock()
         self.failure: BaseException | None = None  # what ended it
         self.dropped = 0  # conversations that were cut short, or had no token sampled
@@ -131,7 +132,6 @@ class RolloutWorker:
 
     def start(self) -> None:
         """Begin; after the first sync."""
-        self._rows = enumerate(itertools.cycle(self._dataset))
         self._beat = time.monotonic()
         self._threads = [
             threading.Thread(target=self._work, name=f"rollout-trl-{index}", daemon=True)
@@ -172,7 +172,8 @@ class RolloutWorker:
     def check_health(self, stale_after_s: float) -> None:
         """Raises what a reward or the engine has raised, or that nothing was made for so long."""
         if self.failure is not None:
-            raise RuntimeError(f"the rollout worker has failed: {self.failure}") from self.failure
+            what = f"{type(self.failure).__name__}: {self.failure}"
+            raise RuntimeError(f"the rollout worker has failed: {what}") from self.failure
         age = time.monotonic() - self._beat
         if age > stale_after_s:
             raise RuntimeError(
@@ -207,6 +208,7 @@ class RolloutWorker:
 
     def _group(self, number: int, row: Row) -> list[Any]:
         """The scored samples of one row."""
+        _check_row(number, row)
         first = (self._seed << 40) + number * self._generations
         sessions = [self._rollout.session() for _ in range(self._generations)]
         failures: list[BaseException] = []
@@ -246,8 +248,7 @@ class RolloutWorker:
             scored = not np.isnan(totals[index])
             metrics = {"reward": float(totals[index]), "reward_std": float(spread)}
             for reward, values in zip(self._rewards, rewards, strict=True):
-                name = getattr(reward, "__name__", type(reward).__name__)
-                metrics[f"rewards/{name}"] = float(values[index])
+                metrics[f"rewards/{_name(reward)}"] = float(values[index])
             advantage = (totals[index] - mean) / (spread + 1e-8) if scored else 0.0
             sample = self._sample(trajectory, row, completions[index], metrics)
             sample.advantage, sample.group_id = float(advantage), number
@@ -272,8 +273,15 @@ class RolloutWorker:
                 values = asyncio.run_coroutine_threadsafe(values, self._loop).result()
             values = list(values)
             if len(values) != count:
-                raise ConfigError(f"a reward function gave {len(values)} values for {count}")
+                raise ConfigError(
+                    f"the reward function {_name(reward)} gave {len(values)} values for {count}"
+                )
             found.append([np.nan if value is None else float(value) for value in values])
+            if np.isinf(found[-1]).any():
+                raise ConfigError(
+                    f"the reward function {_name(reward)} gave {found[-1]}; a reward must be "
+                    "finite, or None where there is none to give"
+                )
         return np.array(found, dtype=np.float64)
 
     def _sample(
@@ -299,6 +307,29 @@ class RolloutWorker:
             metrics=metrics,
             enqueued_at=time.time(),
         )
+
+
+def _numbered(dataset: Any) -> Iterator[tuple[int, Row]]:
+    """The rows, again and again; the first is looked at now."""
+    rows = itertools.cycle(dataset)
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError("the dataset is empty; give the rollout worker at least one row")
+    _check_row(0, first)
+    return enumerate(itertools.chain([first], rows))
+
+
+def _check_row(number: int, row: Any) -> None:
+    if not isinstance(row, Mapping) or "prompt" not in row:
+        has = some([str(key) for key in row]) if isinstance(row, Mapping) else type(row).__name__
+        raise ConfigError(
+            f'row {number} of the dataset ({has}) has no "prompt"; give each row its messages, or '
+            "its text, under that name"
+        )
+
+
+def _name(reward: Callable[..., Any]) -> str:
+    return str(getattr(reward, "__name__", type(reward).__name__))
 
 
 def _serve(runner: asyncio.Runner) -> None:

@@ -73,9 +73,56 @@ def test_a_worker_scores_groups_and_says_what_has_failed(
         end = time.monotonic() + 60
         while broken.failure is None and time.monotonic() < end:
             time.sleep(0.02)
-        with pytest.raises(RuntimeError, match="no reward today"):
+        with pytest.raises(RuntimeError, match="ValueError: no reward today"):
             broken.check_health(60)
         broken.stop()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "rewards", "words"),
+    [
+        ([], len, "the dataset is empty"),
+        ([{"prompt": "Hello"}], [], "reward_funcs is empty"),
+        ([{"question": "Hello"}], len, r'row 0 of the dataset \(question\) has no "prompt"'),
+        (["Hello"], len, r'row 0 of the dataset \(str\) has no "prompt"'),
+    ],
+)
+def test_a_worker_that_has_nothing_to_work_on_is_refused_at_once(dataset, rewards, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RolloutWorker(None, dataset, rewards)
+
+
+def test_a_later_row_without_a_prompt_and_an_infinite_reward_end_a_worker_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    write_tiny(tmp_path, "qwen3", tokenizer=True)
+
+    def failure(values: list[float]) -> BaseException | None:
+        def odds(**_):
+            return values
+
+        worker = RolloutWorker(
+            rollout, [{"prompt": "Hello"}, {"text": "Hello"}], odds, params={"max_tokens": 4},
+            num_generations=2, max_inflight=2,
+        )  # fmt: skip
+        worker.start()
+        end = time.monotonic() + 60
+        while worker.failure is None and time.monotonic() < end:
+            time.sleep(0.02)
+        worker.stop()
+        return worker.failure
+
+    with Rollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+        for values, words in (
+            ([0.0, 1.0], 'row 1 of the dataset (text) has no "prompt"'),
+            ([0.0, float("nan")], 'row 1 of the dataset (text) has no "prompt"'),  # as None
+            ([0.0, float("-inf")], "the reward function odds gave [0.0, -inf]"),
+            ([0.0], "the reward function odds gave 1 values for 2"),
+        ):
+            ended = failure(values)
+            assert isinstance(ended, ConfigError)
+            assert words in str(ended)
 
 
 def test_reward_functions_are_called_as_trl_calls_them(
