@@ -29,7 +29,7 @@ from typing import Any
 from addition_task import PAD, save_checkpoint
 from answering import evaluate
 from display import Display
-from driver import LARGEST_DIFFERENCE, parse_arguments, prepare
+from driver import LARGEST_DIFFERENCE, make_output, parse_arguments, prepare
 from grpo import Batch, Sample, clipped_loss, make_batch, scheduled_lr, token_logprobs
 from processes import rollout_service
 from sampler import Sampler
@@ -179,7 +179,7 @@ def main() -> int:
     if args.address and args.start is None:
         sys.exit("--address needs --start, the checkpoint that the service was started from")
     start = time.perf_counter()
-    args.output.mkdir(parents=True, exist_ok=True)
+    make_output(args.output)
     with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:
         summary = run(args, display, Path(scratch))
     summary["seconds"] = round(time.perf_counter() - start, 1)

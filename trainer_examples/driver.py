@@ -26,6 +26,7 @@ from processes import DemoError, last_words, python_child, rollout_service
 from transformers.utils.logging import disable_progress_bar
 
 LARGEST_DIFFERENCE = 1e-4
+TOO_FEW_SAMPLES = "--samples must be at least 2: advantages are relative to the prompt's others"
 
 
 def example(file: str, about: str, kind: type, **settings: Any) -> int:
@@ -49,7 +50,7 @@ def drive(script: Path, about: str, goal: float = 0.8, gain: float = 2.0, **defa
     args = parse_arguments(about, defaults)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children are ended, too
     start = time.perf_counter()
-    args.output.mkdir(parents=True, exist_ok=True)
+    make_output(args.output)
     with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:
         try:
             summary = run(args, display, Path(scratch), script)
@@ -65,6 +66,14 @@ def drive(script: Path, about: str, goal: float = 0.8, gain: float = 2.0, **defa
         print(f"goal missed: {one}", file=sys.stderr)
     print(json.dumps(summary), flush=True)
     return 1 if missed else 0
+
+
+def make_output(folder: Path) -> None:
+    """Ends the process where it cannot be made: before anything was learnt that it should hold."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"demo: --output {folder} cannot be made: {error.strerror}")
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -98,7 +107,7 @@ def parse_arguments(
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
     for flag, options in (more or {}).items():
         parser.add_argument(flag, **options)
-    parser.set_defaults(**{"service": True, **defaults})
+    parser.set_defaults(**{"service": True, "fewest_samples": 2, **defaults})
     args = parser.parse_args()
     for name in (
         "steps",
@@ -112,6 +121,8 @@ def parse_arguments(
     ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.samples < args.fewest_samples:
+        parser.error(TOO_FEW_SAMPLES)
     if args.prompts % (args.ranks * args.minibatches):
         parser.error(f"--prompts must be a multiple of {args.ranks} ranks x --minibatches")
     return args

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from addition_task import answer_batch, make_model, problems, save_checkpoint
 from answering import evaluate
-from driver import Help
+from driver import Help, make_output
 from processes import DemoError, end_with_parent, last_words, python_child, rollout_service
 from torch import set_num_threads
 from torch.nn.functional import cross_entropy
@@ -41,7 +41,7 @@ def main() -> int:
         return 0
     args = parse_arguments()
     start = time.perf_counter()
-    args.output.mkdir(parents=True)
+    make_output(args.output)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             summary = follow(args, Path(scratch))

@@ -44,6 +44,7 @@ from addition_task import (
 )
 from addition_task import reward as reward_of
 from datasets import Dataset
+from driver import TOO_FEW_SAMPLES
 from processes import DemoError, rollout_service
 from trl import GRPOConfig, GRPOTrainer
 
@@ -116,7 +117,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup-steps", type=int, default=600, help="at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.samples < 2:
+        parser.error(TOO_FEW_SAMPLES)
+    return args
 
 
 def run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:

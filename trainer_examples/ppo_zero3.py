@@ -153,4 +153,5 @@ def normalised(gains: Tensor, mask: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     settings = {"prompts": 384, "samples": 1, "output": Path("demo_output/ppo_zero3")}
+    settings["fewest_samples"] = 1  # its advantages are of each token's value, not of a group
     sys.exit(example(__file__, __doc__ or "", PPOTrainer, **settings))

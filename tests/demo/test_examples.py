@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import async_grpo
 import pytest
 import torch
 from addition_task import make_model, save_checkpoint, warm_up
 from answering import by_token
 from async_grpo import versions_of
+from driver import drive, parse_arguments
 from grpo import Sample, make_batch
 from learnt import check_learnt
 from ppo_zero3 import LAMBDA, advantages
@@ -129,6 +132,34 @@ def test_written_checkpoints_become_versions(tmp_path: Path) -> None:
     assert summary["version_last"] == 2
     first, last = (tmp_path / "run" / f"checkpoint-{step}" for step in (1, 2))
     check_learnt(first, last, {"weights_equal": summary["equal"]})
+
+
+def test_one_sample_of_a_prompt_is_refused_before_anything_is_trained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from grpo_trl import parse_arguments as of_trl  # late: TRL takes seconds to import
+
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--samples", "1"])
+    for parse in (lambda: parse_arguments("", {}), of_trl):
+        with pytest.raises(SystemExit) as ended:
+            parse()
+        assert ended.value.code == 2
+        assert "--samples must be at least 2" in capsys.readouterr().err
+    # The critic of PPO does without others of the same prompt.
+    assert parse_arguments("", {"fewest_samples": 1}).samples == 1
+
+
+@pytest.mark.parametrize("drive", [lambda: drive(Path("grpo.py"), ""), async_grpo.main])
+def test_an_output_that_cannot_be_made_is_said_in_a_line(
+    drive: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the tests' own
+    (tmp_path / "file").touch()
+    where = tmp_path / "file" / "output"
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--output", str(where)])
+    with pytest.raises(SystemExit) as ended:
+        drive()
+    assert ended.value.code == f"demo: --output {where} cannot be made: Not a directory"
 
 
 def test_the_help_of_every_example_says_what_it_shows() -> None:
