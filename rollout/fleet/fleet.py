@@ -68,7 +68,7 @@ class Fleet(Directory):
         if quorum is not None and quorum < 1:
             raise ConfigError(f"quorum must be 1 or more, got {quorum}")
         self.lease, self._tls, self._patience = lease, tls, patience
-        self._record, self._quorum = record, quorum
+        self.record, self._quorum = record, quorum
         self._state = Coordinator(
             record.promise, quorum=quorum or 1, lease=lease, now=time.monotonic(),
             earlier=record.earlier,
@@ -386,7 +386,7 @@ class Fleet(Directory):
         with self._changed:
             for link in self._links.values():
                 link.close()
-        self._record.close()
+        self.record.close()
 
     # ---- helpers ----
 

@@ -99,7 +99,7 @@ def test_a_record_that_breaks_gives_up_its_update_alone(front, trained, monkeypa
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as disk:
-        disk.setattr(front.fleet._record, "write", broken)
+        disk.setattr(front.fleet.record, "write", broken)
         with pytest.raises(TransferFailed, match="disk I/O error"):
             front.rollout.update_weights(trained, timeout=20.0)
     assert front.rollout.update_weights(trained).version == 1

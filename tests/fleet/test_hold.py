@@ -8,7 +8,7 @@ import pytest
 from fleet_front import ENGINE, Front
 
 from rollout import Rollout
-from rollout.errors import DeadlineExceeded, EngineClosed
+from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed
 from rollout.weight_sync.protocol.membership import Grant
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
@@ -107,6 +107,63 @@ def test_the_next_front_finds_a_fleet_as_it_was_left(tmp_path, engines, paused):
         assert all(output.finished for output in second.rollout.generate(PROMPTS, GREEDY))
     finally:
         second.close()
+
+
+def test_the_next_front_holds_the_fleet_whatever_a_member_has_missed(tmp_path, engines):
+    first = Front(tmp_path / "record", engines)
+    first.rollout.generate(PROMPTS, GREEDY)
+    back_again(first, engines[2], first.rollout.pause_generation)
+    assert engines[2].metrics().state == "running"
+    first.close()
+    second = Front(tmp_path / "record", engines)
+    try:
+        assert second.rollout.metrics().state == "paused"
+        assert second.rollout.metrics().paused
+        second.fleet.wait_serving(3, WAIT)
+        before = [engine.metrics().generation_tokens_total for engine in engines]
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(second.rollout.generate, PROMPTS, GREEDY)
+            try:
+                with pytest.raises(TimeoutError):
+                    asked.result(1.0)
+                assert before == [engine.metrics().generation_tokens_total for engine in engines]
+            finally:
+                second.rollout.resume_generation()
+            assert all(output.finished for output in asked.result(WAIT))
+    finally:
+        second.close()
+
+
+def test_the_next_front_knows_which_tags_a_fleet_has_yet_to_wake(tmp_path, engines):
+    first = Front(tmp_path / "record", engines)
+    first.rollout.sleep(1)
+    first.rollout.wake_up(["weights"])
+    first.close()
+    second = Front(tmp_path / "record", engines)
+    try:
+        assert second.rollout.metrics().state == "asleep"
+        second.rollout.wake_up(["kv_cache"])
+        assert all(output.finished for output in second.rollout.generate(PROMPTS, GREEDY))
+    finally:
+        second.close()
+
+
+@pytest.mark.parametrize("row", [True, False])
+def test_a_pause_that_cannot_be_written_holds_none(front, engines, monkeypatch, row):
+    if row:
+        front.rollout.resume_generation()
+
+    def full(put, is_there):
+        raise ConfigError("the fleet's record could not be written: disk full")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(front.fleet.record, "_write", full)
+        with pytest.raises(ConfigError, match="could not be written"):
+            front.rollout.pause_generation()
+        assert all(output.finished for output in front.rollout.generate(PROMPTS, GREEDY))
+    front.rollout.pause_generation()
+    assert front.rollout.metrics().state == "paused"
+    front.rollout.resume_generation()
 
 
 def test_what_is_frozen_ends_with_the_lease(checkpoint):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rollout.errors import ConfigError, UpdateInProgress
+from rollout.fleet.coordination.held import Held
 from rollout.fleet.coordination.record import FILE, Record
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 
@@ -108,3 +109,31 @@ def test_a_record_of_before_adapters_is_taken_over(tmp_path):
     db.close()
     with Record(tmp_path) as record:
         assert record.promise == replace(promise, fence=2)
+
+
+def test_what_members_are_held_in_is_there_for_the_next(tmp_path):
+    asleep = Held(paused=True, asleep=frozenset({"kv_cache"}))
+    with Record(tmp_path) as record:
+        assert record.held is None
+        record.hold(lambda: asleep)
+        record.write(replace(record.promise, version=4))
+    with Record(tmp_path) as record:
+        assert (record.held, record.promise.version) == (asleep, 4)
+        record.hold(Held)
+    with Record(tmp_path) as record:
+        assert record.held == Held()
+
+
+def test_a_record_of_before_holds_is_taken_over_and_a_damaged_one_is_not(tmp_path):
+    Record(tmp_path).close()
+    with sqlite3.connect(tmp_path / FILE) as db:
+        db.execute("DROP TABLE held")
+    db.close()
+    with Record(tmp_path) as record:
+        assert record.held is None
+        record.hold(Held)
+    with sqlite3.connect(tmp_path / FILE) as db:
+        db.execute("UPDATE held SET held = '[]'")
+    db.close()
+    with pytest.raises(ConfigError, match="damaged"):
+        Record(tmp_path)

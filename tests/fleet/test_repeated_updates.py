@@ -45,14 +45,14 @@ def test_updates_that_meet_take_turns_and_one_that_comes_again_is_answered_by_wh
 ):
     front = Front(tmp_path / "record", engines)
     front.fleet.wait_serving(3, WAIT)
-    reached, go_on, write = threading.Event(), threading.Event(), front.fleet._record.write
+    reached, go_on, write = threading.Event(), threading.Event(), front.fleet.record.write
 
     def slow(promise):
         reached.set()
         assert go_on.wait(WAIT)
         write(promise)
 
-    front.fleet._record.write = slow
+    front.fleet.record.write = slow
     try:
         with ThreadPoolExecutor(3) as pool:
             try:

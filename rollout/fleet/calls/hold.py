@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import ASLEEP, WAKE_TAGS
 from rollout.errors import EngineClosed, RolloutError
+from rollout.fleet.coordination.held import Held
+from rollout.fleet.coordination.record import Record
 from rollout.fleet.directory import Directory
 from rollout.fleet.link import Link
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.client import RolloutClient
 
 Verb = Callable[[RolloutClient], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """``asleep``: the tags that were given up."""
-
-    paused: bool = False
-    asleep: frozenset[str] = frozenset()
-
-    @property
-    def state(self) -> str:
-        """As a member says it; "" where nothing holds it."""
-        return "asleep" if self.asleep else "paused" if self.paused else ""
+log = logging.getLogger(__name__)
 
 
 class Holding(ABC):
@@ -62,21 +53,24 @@ class Holding(ABC):
 
 class Hold(Holding):
     """The fleet's own. A verb goes to all members; those that serve have to take it, and whoever
-    has missed it is brought to it by ``reach``, before its next call.
+    has missed it is brought to it by ``reach``, before its next call. What was taken is in
+    ``record``, where there is one.
     """
 
-    def __init__(self, fleet: Directory) -> None:
+    def __init__(self, fleet: Directory, record: Record | None = None) -> None:
         self.wanted = Held()
-        self._fleet = fleet
+        self._fleet, self._record = fleet, record
 
     async def find(self) -> None:
-        """What an earlier front has left all members in goes on."""
-        states = {standing.state for standing in self._fleet.standings().values()}
-        if states == {"asleep"}:
-            paused = await self._are_paused()
-            self.wanted = Held(paused=paused, asleep=frozenset(WAKE_TAGS))
-        elif states == {"paused"}:
-            self.wanted = Held(paused=True)
+        """What an earlier front has left the fleet in goes on, whatever members have missed it."""
+        if self._record is not None and self._record.held is not None:
+            self.wanted = self._record.held
+        else:  # nobody has written it, as an earlier version did not
+            await self._find_at_members()
+            if self.wanted.state:
+                await self._keep()
+        if self.wanted.state:
+            log.info("the fleet is %s, as an earlier front left it", self.wanted.state)
 
     async def pause(self, mode: str, timeout: float) -> None:
         wanted = replace(self.wanted, paused=True)
@@ -107,6 +101,19 @@ class Hold(Holding):
 
     # ---- helpers ----
 
+    async def _find_at_members(self) -> None:
+        states = {standing.state for standing in self._fleet.standings().values()}
+        if states == {"asleep"}:
+            paused = await self._are_paused()
+            self.wanted = Held(paused=paused, asleep=frozenset(WAKE_TAGS))
+        elif states == {"paused"}:
+            self.wanted = Held(paused=True)
+
+    async def _keep(self) -> None:
+        """What is wanted by the time that it is written: verbs may overlap."""
+        if self._record is not None:
+            await asyncio.to_thread(self._record.hold, lambda: self.wanted)
+
     async def _are_paused(self) -> bool:
         """Whether all that serve are, whatever their state says beside it."""
         asked = (link.client.stats() for link in self._fleet.serving())
@@ -123,7 +130,7 @@ class Hold(Holding):
             if self.wanted is wanted:
                 self.wanted = before
                 back = map(self.reach, self._fleet.serving())
-                await asyncio.gather(*back, return_exceptions=True)
+                await asyncio.gather(*back, self._keep(), return_exceptions=True)
             raise
 
     async def _all(self, wanted: Held, verb: Verb) -> None:
@@ -142,6 +149,7 @@ class Hold(Holding):
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, BaseException):
                 raise answer
+        await self._keep()
 
     async def _do(self, link: Link, verb: Verb, *, whole: bool) -> None:
         """``whole``: a member that has taken it is held as is wanted now."""

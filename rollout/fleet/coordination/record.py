@@ -1,4 +1,4 @@
-"""What a coordinator has promised, on a local disk: one row, and whoever holds its file."""
+"""What a coordinator has promised, on a local disk, and what it holds members in: a row of each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import json
 import secrets
 import sqlite3
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, astuple, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,7 @@ from typing import Self
 
 from rollout.errors import ConfigError, UpdateInProgress
 from rollout.fleet.coordination.actions import MAX_LEASE, Promise
+from rollout.fleet.coordination.held import Held
 from rollout.weight_sync.protocol.adapters import HeldAdapter
 
 FILE = "fleet.sqlite"
@@ -25,11 +28,13 @@ class Record:
     SQLite with ``synchronous=FULL``; the file's exclusive lock is held as long as this is open, so
     that no two coordinators of one record can write. ``lease``: the longest that this one will
     grant; ``earlier``: that earlier ones did, 0 for none. Raises ``UpdateInProgress`` where another
-    process has it, ``ConfigError`` where it cannot be kept there. Used by one thread at a time.
+    process has it, ``ConfigError`` where it cannot be kept there. Promises are written by one
+    thread at a time. ``held``: what members are held in; None where nobody has written that.
     """
 
     def __init__(self, directory: str | Path, lease: float = 0.0) -> None:
         path = Path(directory) / FILE
+        self._turn = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(
@@ -44,6 +49,8 @@ class Record:
             self._add_column("adapters", "[]")
             self._add_column("adapters_before", "[]")
             self._add_column("fleet", str(_new().fleet))
+            self._db.execute("CREATE TABLE IF NOT EXISTS held (id INTEGER PRIMARY KEY, held)")
+            self.held = self._read_held(path)
             row = self._row()
             found = _new() if row is None else _read(row, path)
             self.earlier = min(found.lease, MAX_LEASE)
@@ -61,17 +68,18 @@ class Record:
 
     def write(self, promise: Promise) -> None:
         """Returns once it would survive the loss of power; raises ``ConfigError`` where not."""
-        try:
-            self._undo()  # what an earlier write that failed may have left
-            self._db.execute("BEGIN IMMEDIATE")
-            self._put(promise)
-        except sqlite3.Error as error:
-            with contextlib.suppress(sqlite3.Error):
-                self._undo()
-            # A write may fail after it is what the disk holds; one that is open reads as if it was.
-            if self._db.in_transaction or not self._holds(promise):
-                raise ConfigError(f"the fleet's record could not be written: {error}") from error
-        self.promise = promise
+        with self._turn:
+            self._write(lambda: self._put(promise), lambda: self._row() == tuple(_values(promise)))
+            self.promise = promise
+
+    def hold(self, wanted: Callable[[], Held]) -> None:
+        """As ``write``, of what members are held in when its turn has come; from any thread."""
+        with self._turn:
+            if (held := wanted()) == self.held:
+                return
+            text = json.dumps({"paused": held.paused, "asleep": sorted(held.asleep)})
+            self._write(lambda: self._put_held(text), lambda: self._held_text() == text)
+            self.held = held
 
     def close(self) -> None:
         self._db.close()
@@ -91,11 +99,34 @@ class Record:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
-    def _holds(self, promise: Promise) -> bool:
+    def _write(self, put: Callable[[], None], is_there: Callable[[], bool]) -> None:
         try:
-            return self._row() == tuple(_values(promise))
-        except sqlite3.Error:
-            return False
+            self._undo()  # what an earlier write that failed may have left
+            self._db.execute("BEGIN IMMEDIATE")
+            put()
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._undo()
+            # A write may fail after it is what the disk holds; one that is open reads as if it was.
+            if self._db.in_transaction or not _is_true(is_there):
+                raise ConfigError(f"the fleet's record could not be written: {error}") from error
+
+    def _put_held(self, text: str) -> None:
+        self._db.execute("REPLACE INTO held (id, held) VALUES (0, ?)", (text,))
+        self._db.execute("COMMIT")
+
+    def _held_text(self) -> str | None:
+        found = self._db.execute("SELECT held FROM held WHERE id = 0").fetchone()
+        return None if found is None else str(found[0])
+
+    def _read_held(self, path: Path) -> Held | None:
+        if (text := self._held_text()) is None:
+            return None
+        try:
+            found = json.loads(text)
+            return Held(bool(found["paused"]), frozenset(map(str, found["asleep"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the fleet's record {path} is damaged: {error}") from error
 
     def _row(self) -> tuple[str, ...] | None:
         select = f"SELECT {_COLUMNS} FROM promise WHERE id = 0"
@@ -112,6 +143,13 @@ class Record:
         holes = ", ".join("?" * len(values))
         self._db.execute(f"REPLACE INTO promise (id, {_COLUMNS}) VALUES (0, {holes})", values)
         self._db.execute("COMMIT")
+
+
+def _is_true(question: Callable[[], bool]) -> bool:
+    try:
+        return question()
+    except sqlite3.Error:
+        return False
 
 
 def _values(promise: Promise) -> list[str]:

@@ -42,7 +42,7 @@ class FleetBackend(Front):
         """``weight_dirs``: see ``Front``. ``replicas``: members that it starts, and has run from
         then on; see ``start``.
         """
-        hold = Hold(fleet)
+        hold = Hold(fleet, fleet.record)
         super().__init__(fleet, hold, weight_dirs)
         self._replicas = replicas
         self._timeout, self._launched = start_timeout, False

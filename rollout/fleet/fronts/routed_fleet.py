@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, RolloutError
-from rollout.fleet.calls.hold import Held
 from rollout.fleet.coordination.actions import MAX_LEASE
+from rollout.fleet.coordination.held import Held
 from rollout.fleet.directory import Directory
 from rollout.fleet.link import LOOK_AGAIN, Link
 from rollout.rpc.address import is_loopback, split_address

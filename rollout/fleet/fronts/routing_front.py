@@ -11,7 +11,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from rollout.errors import ConfigError, EngineError
-from rollout.fleet.calls.hold import Held, Holding
+from rollout.fleet.calls.hold import Holding
+from rollout.fleet.coordination.held import Held
 from rollout.fleet.fronts.front import Front
 from rollout.fleet.fronts.routed_fleet import RoutedFleet
 from rollout.fleet.link import Link
