@@ -58,6 +58,10 @@ class Directory(ABC):
     def with_calls(self) -> list[Link]:
         """Of members where calls may run: those that serve, and those that are about to end."""
 
+    def is_out(self, link: Link, life: int | None) -> bool:
+        """Whether a member serves nobody in that life any more, as far as is known here."""
+        return self.life(link.name) != life or link not in self.with_calls()
+
     @abstractmethod
     def standings(self) -> dict[str, Standing]:
         """The last word of each member that serves."""

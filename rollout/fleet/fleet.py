@@ -235,6 +235,13 @@ class Fleet(Directory):
             members = self._state.members
             return [self._links[n] for n, m in members.items() if m.has_lease and n in self._links]
 
+    def is_out(self, link: Link, life: int | None) -> bool:
+        with self._changed:
+            if self._closing.is_set() or self._links.get(link.name) is not link:
+                return True
+            ended = self._state.serves_none(link.name, time.monotonic())
+            return ended or self.life(link.name) != life
+
     def links(self) -> list[Link]:
         with self._changed:
             return list(self._links.values())

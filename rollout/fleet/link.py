@@ -49,6 +49,7 @@ class Link:
     _life: int = 0  # its epoch, as it was last announced
     _maps_no_card: int | None = None  # the life in which it could not, whatever it announces
     held: object = None  # the life of the engine and what it is held in; None where unknown
+    uncleared: bool = False  # its prefix cache was to be reset, and it has missed that
     # By update: what it answered to the commit, and when.
     receipts: dict[str, Future[tuple[float, UpdateReceipt]]] = field(default_factory=dict)
     _features: tuple[str, ...] = ()

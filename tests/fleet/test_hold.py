@@ -5,7 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fleet_front import ENGINE, Front
+from fleet_front import ENGINE, Front, break_off
 
 from rollout import Rollout
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed
@@ -65,6 +65,32 @@ def test_members_that_miss_the_word_are_brought_to_it_before_they_are_called(fro
     back_again(front, late, front.rollout.wake_up)
     assert late.metrics().state == "asleep"
     assert served(front, late)
+
+
+VERBS = {
+    "pause": lambda rollout: rollout.pause_generation("keep"),
+    "sleep": lambda rollout: rollout.sleep(1),
+    "resume": lambda rollout: rollout.resume_generation(),
+    "wake_up": lambda rollout: rollout.wake_up(),
+    "reset_prefix_cache": lambda rollout: rollout.reset_prefix_cache(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_member_that_has_died_a_moment_ago_keeps_no_verb_from_the_others(front, engines, verb):
+    front.fleet.wait_serving(3, WAIT)
+    assert front.rollout.generate(PROMPTS, GREEDY)
+    before = {"resume": VERBS["pause"], "wake_up": VERBS["sleep"]}.get(verb)
+    if before is not None:
+        before(front.rollout)
+    break_off(engines[2])
+    VERBS[verb](front.rollout)
+    state = {"pause": "paused", "sleep": "asleep"}.get(verb, "running")
+    assert front.rollout.metrics().state == state
+    assert {engine.metrics().state for engine in engines[:2]} == {state}
+    front.rollout.wake_up()
+    front.rollout.resume_generation()
+    assert all(output.finished for output in front.rollout.generate(PROMPTS, GREEDY))
 
 
 @pytest.mark.more

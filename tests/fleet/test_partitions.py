@@ -1,5 +1,7 @@
 """What a partition keeps from a member, or from its front, and what arrives late behind it."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -11,6 +13,7 @@ from tiny_models import randomize
 from rollout.errors import EngineClosed, RolloutError
 
 GREEDY = {"max_tokens": 3, "temperature": 0.0}
+PROMPTS = [[5, 6, 7, n] for n in range(12)]
 TIMEOUT = 8.0  # of an update's waits
 BOTH, CALLS, ANSWERS = {}, {"down": False}, {"up": False}
 
@@ -72,6 +75,36 @@ def test_a_member_behind_a_partition_serves_nobody_and_catches_up(
     parted, engines, proxies, trained
 ):
     course(parted, engines, proxies, trained, **BOTH)
+
+
+def test_a_member_behind_a_partition_keeps_no_verb_from_the_others_and_is_brought_to_it(
+    parted, engines, proxies
+):
+    lease, cached = parted.fleet.lease, [list(range(1, 65))]
+    assert parted.rollout.generate(PROMPTS, GREEDY)
+    engines[2].generate(cached, GREEDY)
+    assert engines[2].generate(cached, GREEDY)[0].num_cached_tokens
+    proxies[2].hold()
+    begun = time.monotonic()
+    parted.rollout.pause_generation("keep")
+    parted.rollout.reset_prefix_cache()
+    assert parted.rollout.metrics().paused
+    assert time.monotonic() - begun < 4 * lease
+    assert {engine.metrics().state for engine in engines[:2]} == {"paused"}
+    before = [engine.metrics().generation_tokens_total for engine in engines]
+    with ThreadPoolExecutor(1) as pool:
+        proxies[2].go_on()
+        parted.fleet.wait_serving(3, 60.0)
+        asked = pool.submit(parted.rollout.generate, PROMPTS, GREEDY)
+        try:
+            with pytest.raises(TimeoutError):
+                asked.result(1.0)
+            assert before == [engine.metrics().generation_tokens_total for engine in engines]
+            assert engines[2].metrics().paused
+        finally:
+            parted.rollout.resume_generation()
+        assert all(output.finished for output in asked.result(60.0))
+    assert not engines[2].generate(cached, GREEDY)[0].num_cached_tokens
 
 
 @pytest.mark.more

@@ -12,16 +12,10 @@ from typing import Any
 import grpc
 
 from rollout.engine.serving_lease import LEAVING
-from rollout.errors import (
-    EngineBroken,
-    EngineClosed,
-    EngineError,
-    EngineRestarted,
-    WorkerDied,
-)
+from rollout.errors import EngineClosed, EngineError
 from rollout.fleet.calls.call import FleetCall, Outputs
 from rollout.fleet.calls.hold import Holding
-from rollout.fleet.calls.lost import Lost
+from rollout.fleet.calls.lost import LOST, Lost
 from rollout.fleet.calls.router import Router, load_of
 from rollout.fleet.directory import Directory
 from rollout.fleet.link import Link
@@ -31,12 +25,6 @@ from rollout.rpc.status import is_typed
 log = logging.getLogger(__name__)
 TRIES = 3  # members that one prompt may be lost with
 PATIENCE = 2.0  # leases for which a call waits for a member that serves
-LOST = (
-    EngineBroken,
-    EngineClosed,
-    EngineRestarted,
-    WorkerDied,
-)  # it is the member's end, not the prompt's
 
 
 class Calls:

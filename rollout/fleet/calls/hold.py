@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import ASLEEP, WAKE_TAGS
 from rollout.errors import EngineClosed, RolloutError
+from rollout.fleet.calls.taken import is_taken
 from rollout.fleet.coordination.held import Held
 from rollout.fleet.coordination.record import Record
 from rollout.fleet.directory import Directory
@@ -50,11 +52,14 @@ class Holding(ABC):
     @abstractmethod
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None: ...
 
+    @abstractmethod
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> None: ...
+
 
 class Hold(Holding):
-    """The fleet's own. A verb goes to all members; those that serve have to take it, and whoever
-    has missed it is brought to it by ``reach``, before its next call. What was taken is in
-    ``record``, where there is one.
+    """The fleet's own. A verb goes to all members; those that serve have to take it, unless they
+    can serve no more, and whoever has missed it is brought to it by ``reach``, before its next
+    call. What was taken is in ``record``, where there is one.
     """
 
     def __init__(self, fleet: Directory, record: Record | None = None) -> None:
@@ -88,18 +93,41 @@ class Hold(Holding):
         wanted = replace(self.wanted, asleep=asleep)
         await self._all(wanted, lambda client: client.wake_up(tags, timeout))
 
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        serving = self._fleet.serving()
+        for link in self._fleet.links():
+            link.uncleared = link.uncleared or link not in serving
+
+        async def one(link: Link) -> None:
+            asked = link.client.reset_prefix_cache(reset_running_requests)
+            link.uncleared = not await self._is_taken(link, asked)
+
+        await _all_of(map(one, serving))
+
     def is_reached(self, link: Link) -> bool:
         """Whether a member has taken all verbs that it was to take, or is about to."""
-        return bool(link.verbs) or link.held == (self._fleet.life(link.name), self.wanted)
+        return bool(link.verbs) or self._is_held(link)
 
     async def reach(self, link: Link) -> None:
-        while link.verbs or link.held != (self._fleet.life(link.name), self.wanted):
+        while link.verbs or not self._is_held(link):
             if link.verbs:  # as a pause that waits for what runs
                 await asyncio.wait(link.verbs)
+            elif link.uncleared:
+                await link.client.reset_prefix_cache(False)
+                link.uncleared = False
             else:
                 await self._do(link, partial(_bring, self.wanted), whole=True)
 
     # ---- helpers ----
+
+    def _is_held(self, link: Link) -> bool:
+        here = self._fleet.life(link.name), self.wanted
+        return link.held == here and not link.uncleared
+
+    async def _is_taken(self, link: Link, asked: Coroutine[Any, Any, None]) -> bool:
+        """See ``is_taken``; in the life that it has now."""
+        out = partial(self._fleet.is_out, link, self._fleet.life(link.name))
+        return await is_taken(asked, out, self._fleet.lease)
 
     async def _find_at_members(self) -> None:
         states = {standing.state for standing in self._fleet.standings().values()}
@@ -129,7 +157,8 @@ class Hold(Holding):
         except BaseException:
             if self.wanted is wanted:
                 self.wanted = before
-                back = map(self.reach, self._fleet.serving())
+                links = self._fleet.serving()
+                back = (self._is_taken(link, self.reach(link)) for link in links)
                 await asyncio.gather(*back, self._keep(), return_exceptions=True)
             raise
 
@@ -140,15 +169,12 @@ class Hold(Holding):
         async def one(link: Link) -> None:
             whole = link.held == (self._fleet.life(link.name), before)
             if link.name in serving:
-                await self._do(link, verb, whole=whole)
+                await self._is_taken(link, self._do(link, verb, whole=whole))
                 return
             with contextlib.suppress(RolloutError, TimeoutError):
                 await asyncio.wait_for(self._do(link, verb, whole=whole), self._fleet.lease)
 
-        calls = map(one, self._fleet.links())
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, BaseException):
-                raise answer
+        await _all_of(map(one, self._fleet.links()))
         await self._keep()
 
     async def _do(self, link: Link, verb: Verb, *, whole: bool) -> None:
@@ -163,6 +189,13 @@ class Hold(Holding):
             link.verbs.discard(task)
         if whole and not link.verbs and self.wanted is wanted:
             link.held = life, wanted
+
+
+async def _all_of(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Once all have ended; raises what the first of them does."""
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer
 
 
 async def _bring(wanted: Held, client: RolloutClient) -> None:

@@ -1,8 +1,16 @@
-"""The members that one call was lost with."""
+"""Members that are lost, and those that one call was lost with."""
 
 from __future__ import annotations
 
+from rollout.errors import EngineBroken, EngineClosed, EngineRestarted, WorkerDied
 from rollout.fleet.directory import Directory
+
+LOST = (
+    EngineBroken,
+    EngineClosed,
+    EngineRestarted,
+    WorkerDied,
+)  # it is the member's end, not that of what it was asked
 
 
 class Lost:

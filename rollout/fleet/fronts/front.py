@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -18,6 +19,7 @@ from rollout.fleet.calls.call import FleetCall, Outputs
 from rollout.fleet.calls.calls import Calls
 from rollout.fleet.calls.hold import Holding
 from rollout.fleet.calls.reports import Reports
+from rollout.fleet.calls.taken import answer_of
 from rollout.fleet.coordination.member import standing
 from rollout.fleet.directory import Directory
 from rollout.fleet.fronts.stats import summed
@@ -200,7 +202,7 @@ class Front(ABC):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         links = self.fleet.with_calls()
-        return sum(await self._all(lambda it: it.client.abort(request_ids), links, some=True))
+        return sum(await self._all(lambda it: it.client.abort(request_ids), links))
 
     def end_calls(self, error: EngineError) -> None:
         self.calls.end(error)
@@ -239,10 +241,10 @@ class Front(ABC):
         return self.hold.wanted.asleep
 
     async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
-        await self._all(lambda link: link.client.reset_prefix_cache(reset_running_requests))
+        await self.hold.reset_prefix_cache(reset_running_requests)
 
     async def stats(self) -> EngineStats:
-        rows = await self._all(lambda link: link.client.stats(), some=True)
+        rows = await self._all(lambda link: link.client.stats(), self.fleet.serving())
         if not rows:
             self.fleet.one()  # says why none serves
             raise EngineClosed("no member of the fleet answers")
@@ -411,23 +413,17 @@ class Front(ABC):
         return await verb((links[-1:] or [self.fleet.one()])[0])
 
     async def _all(
-        self,
-        verb: Callable[[Link], Awaitable[T]],
-        links: Sequence[Link] | None = None,
-        *,
-        some: bool = False,
+        self, verb: Callable[[Link], Coroutine[Any, Any, T]], links: Sequence[Link]
     ) -> list[T]:
-        """Of every member that serves, or of ``links``; ``some``: those that do not answer are left
-        out.
-        """
-        calls = (verb(link) for link in (self.fleet.serving() if links is None else links))
-        found: list[T] = []
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if not isinstance(answer, BaseException):
-                found.append(answer)
-            elif not some or not isinstance(answer, EngineError):
-                raise answer
-        return found
+        """Of those that answer before they can serve no more."""
+
+        async def one(link: Link) -> tuple[T, ...]:
+            out = partial(self.fleet.is_out, link, self.fleet.life(link.name))
+            with contextlib.suppress(EngineError):
+                return await answer_of(verb(link), out, self.fleet.lease)
+            return ()
+
+        return [row for found in await asyncio.gather(*map(one, links)) for row in found]
 
 
 class _Reader(LinkOver):

@@ -62,9 +62,6 @@ class RoutingFront(Front):
         await self._client.disconnect()
         await super().disconnect()
 
-    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
-        await self._client.reset_prefix_cache(reset_running_requests)
-
     async def stats(self) -> EngineStats:
         """Of the fleet, its updates among it; of the members alone where nobody coordinates."""
         with suppress(EngineError):
@@ -126,6 +123,9 @@ class ToldHold(Holding):
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
         await self._do(lambda client: client.wake_up(tags, timeout))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        await self._client.reset_prefix_cache(reset_running_requests)
 
     async def _do(self, verb: Callable[[RolloutClient], Awaitable[None]]) -> None:
         try:
