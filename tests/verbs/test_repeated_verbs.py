@@ -88,6 +88,22 @@ def test_a_start_on_other_terms_is_another_trainers(engine, sender, weights) -> 
             assert other.post(f"/{FINISH}", json={"weight_version": label}).json() == done
 
 
+def test_a_finish_without_an_id_is_answered_again_while_its_update_is_live(
+    engine, sender, weights
+) -> None:
+    sender.joined()
+    sender.post("start_weight_update")
+    assert sender.update(weights[1].items()).status_code == 200
+    done = sender.post(FINISH).json()
+    assert sender.post(FINISH).json() == done
+    engine.rollout.update_weights(dict(weights[2]))
+    with httpx.Client(base_url=engine.http.base_url, timeout=60) as other:
+        for client in (engine.http, other):
+            status, why = error_of(client.post(f"/{FINISH}", json={}))
+            assert status == 409
+            assert f"went live as version {done['version']}, and version" in why
+
+
 def test_without_starts_the_same_announcement_is_the_next_update(engine, sender, weights) -> None:
     """Also over another connection: servers close those that were idle for seconds."""
     sender.init()

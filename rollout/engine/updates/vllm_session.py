@@ -205,8 +205,9 @@ class VerbSession:
     def finish(self, label: str | None = None, caller: Caller = ANYBODY) -> UpdateReceipt:
         """Judge the open update complete and make it live, under ``label`` beside its number.
 
-        An update that has just committed answers with its receipt again. After one that failed or
-        was aborted there is nothing to make live: ``VersionConflict`` with the reason.
+        An update that has just committed, and is live, answers with its receipt again. After one
+        that failed or was aborted there is nothing to make live: ``VersionConflict`` with the
+        reason.
         """
 
         def act() -> UpdateReceipt:
@@ -215,11 +216,15 @@ class VerbSession:
             self._is_for(caller)
             if self._open is not None:
                 return self._commit(self._open, label)
-            if self._committed is not None:
-                return self._committed
-            raise Conflict(f"no weight update is open: {self._ended}")
+            last, live = self._committed, self._of.version
+            if last is not None and last.version == live:
+                return last
+            now = "" if last is None else f", and version {live} is now"
+            raise Conflict(f"no weight update is open: {self._ended}{now}")
 
-        return self._answers.run(Said("finish_weight_update", caller, repr(label)), act)
+        said = Said("finish_weight_update", caller, repr(label))
+        # Without an id it is answered by what is live: something else may be since.
+        return self._answers.run(said, act, remember=lambda: caller.update_id != "")
 
     def abort(self, reason: str = "", caller: Caller = ANYBODY) -> bool:
         """Give the open update up, also while it receives, or an init that waits for its trainer;
@@ -319,7 +324,7 @@ class VerbSession:
             raise
         with self._lock:
             self._open, self._committed = None, receipt
-            self._ended = f"the last one is live as version {receipt.version}"
+            self._ended = f"the last one went live as version {receipt.version}"
         return receipt
 
     def _end(self, reason: str, update_id: str = "") -> bool:
