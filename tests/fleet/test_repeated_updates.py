@@ -9,11 +9,13 @@ import pytest
 import torch
 from fleet_front import LEASE, Front
 
+from rollout.engine.updates.repeats import Caller
 from rollout.errors import EngineClosed, VersionConflict
 from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.updates.transaction import Transaction
 from rollout.fleet.updates.update_log import UpdateLog
+from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 
 WAIT = 30.0  # seconds: for hangs
@@ -87,6 +89,38 @@ def test_updates_that_meet_take_turns_and_one_that_comes_again_is_answered_by_wh
         assert front.fleet.version == 2
         assert [engine.weight_version for engine in engines] == [2, 2, 2]
         assert len(front.fleet.serving()) == 3
+    finally:
+        front.close()
+
+
+def test_a_front_that_has_started_anew_knows_a_trainers_update_that_is_live(
+    engines, tmp_path, trained, monkeypatch
+):
+    for update_id in ("of-before-1", "of-before-2"):
+        front = Front(tmp_path / "record", engines)
+        try:
+            front.fleet.wait_serving(3, WAIT)
+            done = sent(front, trained, update_id)
+        finally:
+            front.close()
+    front = Front(tmp_path / "record", engines)
+    try:
+        front.fleet.wait_serving(3, WAIT)
+        verbs, caller = front.backend.verbs, Caller(update_id="of-before-2")
+        again = verbs.finish(caller=caller)
+        assert (again.version, again.epoch, again.digest) == (2, front.fleet.epoch, done.digest)
+        with pytest.raises(VersionConflict, match="of-before-2 is live as version 2"):
+            verbs.start(caller=caller)
+        with pytest.raises(VersionConflict, match="of-before-1 was not started here"):
+            verbs.finish(caller=Caller(update_id="of-before-1"))
+    finally:
+        front.close()
+    monkeypatch.setattr(RolloutClient, "receipts", lambda client: ())
+    front = Front(tmp_path / "record", engines)
+    try:
+        front.fleet.wait_serving(3, WAIT)
+        with pytest.raises(VersionConflict, match=r"live as version 2; no member .* its receipt"):
+            front.backend.verbs.finish(caller=caller)
     finally:
         front.close()
 

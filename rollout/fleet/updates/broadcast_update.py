@@ -26,11 +26,13 @@ from rollout.errors import (
     DeadlineExceeded,
     RolloutError,
     TransferFailed,
+    VersionConflict,
     WeightMismatch,
     some,
 )
+from rollout.fleet.fleet import Fleet
 from rollout.fleet.updates.channel import FleetChannel
-from rollout.fleet.updates.committed import CommittedUpdates
+from rollout.fleet.updates.committed import CommittedUpdates, live_receipt
 from rollout.fleet.updates.front_places import FrontPlaces
 from rollout.weight_sync.protocol.link import LinkOver, WeightLink
 from rollout.weight_sync.protocol.messages import (
@@ -60,6 +62,9 @@ class FleetLink(WeightLink, Protocol):
 
     def receipts(self) -> tuple[UpdateReceipt, ...]: ...
 
+    @property
+    def fleet(self) -> Fleet: ...
+
 
 class FleetTarget:
     """``VerbTarget`` of a fleet. ``updates``: those that the front has committed."""
@@ -71,13 +76,15 @@ class FleetTarget:
 
     @property
     def version(self) -> int:
-        return self._link.info().version
+        return self._link.fleet.version
 
     def committed(self, update_id: str) -> UpdateReceipt | None:
         if (found := self._updates.find(update_id)) is not None:
             return found.receipt
         if (why := self._failed.get(update_id)) is not None:
             raise ended_without_commit(update_id, why)
+        if self._link.fleet.promise.update_id == update_id:  # by a front before this one
+            return self._of_a_member(update_id)
         return None
 
     def begin(self, terms: Terms, *, partial: bool) -> VerbUpdate:
@@ -94,6 +101,16 @@ class FleetTarget:
             "a fleet's versions get their labels with the updates that make them: say it there "
             "(weight_version, or update_weights(label=...))"
         )
+
+    def _of_a_member(self, update_id: str) -> UpdateReceipt:
+        """The receipt of what is live, from a member; ``VersionConflict`` where none has it."""
+        live = live_receipt(self._link.fleet, update_id)
+        if live is None:
+            raise VersionConflict(
+                f"update {update_id} is live as version {self.version}; no member that serves has "
+                "its receipt any more"
+            )
+        return live
 
     def _note_failed(self, update_id: str, why: str) -> None:
         """But not of one whose end was not seen, and that is live, or may be."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
-from rollout.errors import VersionConflict
+from rollout.errors import EngineError, VersionConflict
+from rollout.fleet.directory import Directory
 from rollout.weight_sync.protocol.digests import total
 from rollout.weight_sync.protocol.messages import Begun, Seal
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +44,21 @@ class CommittedUpdates:
         self._found[update.begun.update_id] = update
         while len(self._found) > self._kept:
             del self._found[next(iter(self._found))]
+
+
+def live_receipt(fleet: Directory, update_id: str) -> UpdateReceipt | None:
+    """What a member that serves has kept of the live update, as when a front has started anew.
+
+    None where none has it; ``EngineClosed`` where none serves. It names no members.
+    """
+    fleet.one()
+    for link in fleet.serving():
+        try:
+            kept = link.client.receipts()
+        except EngineError as error:
+            log.info("member %s did not answer: %s", link.name, error)
+            continue
+        for receipt in kept:
+            if (receipt.update_id, receipt.version) == (update_id, fleet.version):
+                return replace(receipt, epoch=fleet.epoch)
+    return None
