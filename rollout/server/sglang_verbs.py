@@ -265,8 +265,11 @@ class SglangVerbs:
         """
         served = self._rollout.backend.served
         session = None if served is None else served.verbs
-        missing = None if session is None else await self._rollout.threads.run(session.incomplete)
-        if missing is not None:
+        if session is not None:
+            missing = await self._rollout.threads.run(session.incomplete)
+        else:  # it is open elsewhere: at the front that coordinates
+            missing = (await self._rollout.weight_info()).incomplete
+        if missing:
             raise IncompleteUpdate(
                 f"the weights that were sent make no whole model: {missing}. Generation is still "
                 "paused: send the rest; or give the update up, and go on with the old version, by "

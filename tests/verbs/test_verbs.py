@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
 import grpc
+import httpx
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,10 +15,15 @@ from sender import Sender, described
 from serving import descendants
 from shared_engines import eventually
 
+from rollout import AsyncRollout
 from rollout.errors import ConfigError, UpdateInProgress
+from rollout.fleet.fronts.routed_fleet import RoutedFleet
+from rollout.fleet.fronts.routing_front import RoutingFront
+from rollout.rpc.client import RolloutClient
 from rollout.rpc.rollout_pb2 import WeightDocument
 from rollout.rpc.services import WeightSyncStub
 from rollout.rpc.status import error_from_rpc
+from rollout.server.http.app import build_app
 
 
 def error_of(reply) -> tuple[int, str, str]:
@@ -88,6 +95,34 @@ def test_without_a_start_the_call_that_completes_the_model_commits(engine, sende
     assert engine.info()["version"] == before + 1
     assert same(engine, weights[2])
     assert sender.post("finish_weight_update").json()["version"] == before + 1  # says it again
+
+
+def test_an_incomplete_update_does_not_go_on_through_any_front(engine, sender, weights) -> None:
+    async def through_another_front() -> tuple[int, str]:
+        client = RolloutClient(engine.served.grpc, keeps_epoch=False)
+        rollout = AsyncRollout.over(RoutingFront(RoutedFleet(client), start_timeout=60.0))
+        transport = httpx.ASGITransport(build_app(rollout))
+        async with rollout, httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            reply = await http.post("/continue_generation", json={})
+            return reply.status_code, reply.text
+
+    sender.init()
+    tensors = list(weights[2].items())
+    sender.post("pause_generation", {"mode": "in_place"})
+    assert sender.update(tensors[:-1]).status_code == 200
+    reply = sender.post("continue_generation", {})
+    said = [(reply.status_code, reply.text)]
+    if engine.members:
+        said.append(asyncio.run(through_another_front()))
+    for status, text in said:
+        assert status == 422
+        assert tensors[-1][0] in text
+        assert "still paused" in text
+    assert engine.http.get("/is_paused").json() == {"is_paused": True}
+    assert sender.update(tensors[-1:]).status_code == 200
+    if engine.members:
+        assert asyncio.run(through_another_front())[0] == 200
+    assert sender.post("continue_generation", {}).status_code == 200
 
 
 def test_aliases_that_come_after_the_commit_are_compared_with_it(engine, sender, weights) -> None:

@@ -188,6 +188,15 @@ class VerbSession:
 
         return self._answers.run(Said("continue_generation", ANYBODY), act)
 
+    @property
+    def lacks(self) -> str:
+        """As ``incomplete``, also while a verb runs; "" where there is no such update."""
+        with self._lock:
+            update = self._open
+        if update is None or not update.implicit:
+            return ""
+        return some(update.missing(), 4, "; ") or "the last of it is still on its way"
+
     def relabel(self, label: str) -> None:
         """Set the label of the live version, without an update."""
         self._of.relabel(label)

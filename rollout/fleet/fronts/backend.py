@@ -116,7 +116,7 @@ class FleetBackend(Front):
             fence=fleet.promise.fence, transports=self._transports(info.device), host=host_id(),
             adapters=self.adapters,
             adapter_digests={one.name: one.digest for one in fleet.promise.adapters},
-            last_update_id=fleet.promise.update_id,
+            last_update_id=fleet.promise.update_id, incomplete=self._verbs.lacks,
         )  # fmt: skip
 
     def open(self, kind: Callable[..., FleetChannel] = FleetChannel) -> FleetChannel:

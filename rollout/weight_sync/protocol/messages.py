@@ -104,6 +104,8 @@ class WeightInfo:
     fence: Count = field(default=0, metadata=ADDED)  # the highest fencing epoch that was seen
     # Those that an update may have tensors of.
     components: Many[Text] = field(default=(POLICY,), metadata=ADDED)
+    # Of a fleet: what an open update still lacks that commits by itself, "" where there is none.
+    incomplete: Text = field(default="", metadata=ADDED)
     # What names may begin with: ``weights.names.placed``.
     prefixes: Table[Text] = field(default_factory=dict, metadata=ADDED)
     # Tensors (``param``) that a trainer may have in memory in the place of those that they hold,
