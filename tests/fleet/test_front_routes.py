@@ -16,6 +16,9 @@ from rollout.errors import ConfigError
 from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.fronts.backend import FleetBackend
+from rollout.fleet.fronts.routed_fleet import RoutedFleet
+from rollout.fleet.fronts.routing_front import RoutingFront
+from rollout.rpc.client import RolloutClient
 from rollout.server.http.app import build_app
 
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0}
@@ -33,6 +36,7 @@ def asked(engines, tmp_path, ask, **options):
             await rollout.start()
             transport = httpx.ASGITransport(build_app(rollout))
             async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
+                http.rollout = rollout
                 return await ask(http, fleet)
         finally:
             await rollout.shutdown()
@@ -79,6 +83,48 @@ def test_a_directory_and_safetensors_in_a_body_update_the_whole_fleet(
     assert count == len(engines[0].weight_info().tensors)
     [expected] = oracle.generate([[5, 6, 7]], {"max_tokens": 5, "temperature": 0.0})
     assert answer["choices"][0]["token_ids"] == expected.outputs[0].token_ids
+
+
+def test_a_directory_that_is_live_is_not_read_again_by_another_front_or_after_a_restart(
+    engines, tmp_path, weights
+):
+    step = tmp_path / "step"
+    step.mkdir()
+    save_file(weights, step / "model.safetensors")
+    (step / "STABLE").touch()
+    bodies = {
+        "/update_weights_from_disk": {"model_path": str(step), "weight_version": "s1"},
+        "/update_weights": {"weight_dir": str(step)},  # prime-rl's
+    }
+
+    async def update(http, path):
+        reply = await http.post(path, json=bodies[path])
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    async def first(http, fleet):
+        address = await http.rollout.serve()
+        other = RoutingFront(
+            RoutedFleet(RolloutClient(address, keeps_epoch=False)), weight_dirs=[str(tmp_path)]
+        )
+        rollout = AsyncRollout.over(other)
+        transport = httpx.ASGITransport(build_app(rollout))
+        async with rollout, httpx.AsyncClient(transport=transport, base_url="http://x") as beside:
+            for version, path in enumerate(bodies, 1):
+                said = await update(http, path)
+                assert await update(beside, path) == said
+                assert fleet.version == version
+        return said
+
+    async def again(http, fleet):
+        said = await update(http, "/update_weights")
+        assert fleet.version == 2
+        await update(http, "/update_weights_from_disk")
+        assert fleet.version == 3  # it was no longer live
+        return said
+
+    options = {"weight_dirs": [str(tmp_path)]}
+    assert asked(engines, tmp_path, first, **options) == asked(engines, tmp_path, again, **options)
 
 
 def test_sglangs_memory_routes_put_the_fleet_to_sleep_and_wake_it(engines, tmp_path):

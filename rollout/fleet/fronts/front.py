@@ -25,6 +25,7 @@ from rollout.fleet.directory import Directory
 from rollout.fleet.fronts.stats import summed
 from rollout.fleet.launching.replicas import Replicas
 from rollout.fleet.link import Link
+from rollout.fleet.updates.committed import live_receipt
 from rollout.generation import AnyPrompt, ChatOptions, Completion, SamplingParams
 from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.rpc.convert import Messages
@@ -326,6 +327,8 @@ class Front(ABC):
         """Nothing new where the last one had this ``update_id``, and is live still."""
 
         def read() -> UpdateReceipt:
+            if options.update_id and (live := self._brought(options)) is not None:
+                return live
             return publish(source, connect=lambda: _Reader(self), options=options)
 
         return self._reads.run(options.update_id or "", options.timeout, read)
@@ -384,6 +387,16 @@ class Front(ABC):
         """Nothing to remember: the record has it."""
 
     # ---- helpers ----
+
+    def _brought(self, options: UpdateOptions) -> UpdateReceipt | None:
+        """The receipt of what is live, where an update with these options has brought it: through
+        another front, or before this one was started anew.
+        """
+        last = self.info().last_update_id
+        if not options.is_named(last):
+            return None
+        ours = (receipt for receipt in self.receipts() if receipt.update_id == last)
+        return next(ours, None) or live_receipt(self.fleet, last)
 
     def _floored(self, params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """A member that is about to commit an adapter is waited for by who asks for it. Epochs are

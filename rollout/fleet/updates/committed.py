@@ -59,6 +59,6 @@ def live_receipt(fleet: Directory, update_id: str) -> UpdateReceipt | None:
             log.info("member %s did not answer: %s", link.name, error)
             continue
         for receipt in kept:
-            if (receipt.update_id, receipt.version) == (update_id, fleet.version):
+            if receipt.update_id == update_id:
                 return replace(receipt, epoch=fleet.epoch)
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ _READ_THERE = (
     *("update_id", "pin_timeout", "pin_fallback"),
 )
 _SAME_ON_RANKS = ("version", "in_flight", "partial", "staging", "encoding")
+_ATTEMPT = len(uuid.uuid4().hex)
 _LIMITS = ("max_stall", "max_extra_memory")  # told where they are given
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -76,6 +78,16 @@ class UpdateOptions:
     merged: tuple[str, ...] = ()
     sent_as: str = ""
     patience: float | None = None
+
+    def new_id(self) -> str:
+        """Of another attempt at it, by whose beginning ``is_named`` knows it."""
+        attempt = uuid.uuid4().hex
+        return f"{self.update_id}:{attempt}" if self.update_id else attempt
+
+    def is_named(self, made: str) -> bool:
+        """Whether the update ``made`` was one with this ``update_id``."""
+        name, _, attempt = made.rpartition(":")
+        return bool(self.update_id) and name == self.update_id and len(attempt) == _ATTEMPT
 
     def same_on_ranks(self) -> dict[str, Any]:
         """What ranks that send one version together agree on, JSON-able; a rank may say less."""

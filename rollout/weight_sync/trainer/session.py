@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -299,7 +298,7 @@ class Opener:
     ) -> UpdateRequest:
         options = self.options
         return UpdateRequest(
-            update_id=options.sent_as or uuid.uuid4().hex,
+            update_id=options.sent_as or options.new_id(),
             version=options.version,
             # Copies are those of the live version, or there is no delta.
             base=(self.info.epoch, self.info.version) if encoding.name == "delta" else None,
