@@ -371,6 +371,49 @@ def test_a_new_call_of_a_client_outlasts_a_moment_in_which_no_member_serves(fron
         assert asked.result(60)[0].finished
 
 
+def test_an_abort_ends_what_waits_at_the_front_for_a_member(front, monkeypatch):
+    front.rollout.generate([[1, 2, 3]], {"max_tokens": 1})
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as out:
+        out.setattr(front.fleet, "serving", list)
+        out.setattr(front.fleet, "standings", dict)
+        out.setattr(Calls, "_patience", float("inf"))
+        both = {"max_tokens": 6, "n": 2}
+        asked = pool.submit(front.rollout.generate, [[5, 6], "hello"], both, request_ids="R1")
+        eventually(lambda: front.backend.calls.running == 1)
+        assert front.rollout.abort("R2") == 0
+        assert front.rollout.abort("R1") == 2
+        outputs = asked.result(60)
+    assert [(one.prompt, one.prompt_token_ids) for one in outputs] == [
+        (None, [5, 6]),
+        ("hello", []),
+    ]
+    samples = [sample for one in outputs for sample in one.outputs]
+    assert [(one.finish_reason, one.token_ids) for one in samples] == [("abort", [])] * 4
+    assert {one.epoch for one in outputs} == {front.fleet.epoch}
+
+
+def test_what_was_delivered_stays_of_a_call_that_is_aborted_between_two_members():
+    begun = replace(output(finished=False), outputs=[sample(4)])
+    calls = OfOne()
+
+    async def stream():
+        yield 0, begun
+        calls._fleet.member = None
+        asyncio.get_running_loop().call_later(0.1, calls.abort, ["a"])
+        raise EngineClosed("its process was killed")
+
+    async def course():
+        made = call(stream())
+        return [last async for _, last in calls.run(made)], made.placed
+
+    (first, last), placed = asyncio.run(asyncio.wait_for(course(), 30))
+    assert not first.finished
+    assert last.finished
+    [cut] = last.outputs
+    assert (cut.finish_reason, cut.token_ids) == ("abort", first.outputs[0].token_ids)
+    assert not placed
+
+
 def test_an_abort_at_the_front_ends_what_waits_for_a_version_at_members(front, engines):
     later = {"max_tokens": 6, "min_version": 1}
     with ThreadPoolExecutor(1) as pool:

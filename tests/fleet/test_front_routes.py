@@ -13,6 +13,7 @@ from safetensors.torch import save, save_file
 
 from rollout import AsyncRollout, Rollout
 from rollout.errors import ConfigError
+from rollout.fleet.calls.calls import Calls
 from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.fronts.backend import FleetBackend
@@ -125,6 +126,35 @@ def test_a_directory_that_is_live_is_not_read_again_by_another_front_or_after_a_
 
     options = {"weight_dirs": [str(tmp_path)]}
     assert asked(engines, tmp_path, first, **options) == asked(engines, tmp_path, again, **options)
+
+
+def test_an_abort_is_answered_by_every_dialect_while_no_member_serves(
+    engines, tmp_path, monkeypatch
+):
+    said = {"prompt": "hello", "max_tokens": 4, "request_id": "R1"}
+    chat = {"messages": [{"role": "user", "content": "hello"}], "request_id": "R1"}
+
+    async def ask(http, fleet):
+        monkeypatch.setattr(fleet, "serving", list)
+        monkeypatch.setattr(fleet, "standings", dict)
+        monkeypatch.setattr(Calls, "_patience", float("inf"))
+        found, abort = [], {"request_ids": ["R1"]}
+        for path, body in (
+            ("/generate", {"text": "hello", "rid": "R1"}),
+            ("/v1/completions", said),
+            ("/v1/chat/completions", chat),
+        ):
+            reply = asyncio.create_task(http.post(path, json=body))
+            while (await http.post("/abort_requests", json=abort)).json() != {"aborted": 1}:
+                await asyncio.sleep(0.05)
+            found.append(await reply)
+        return found
+
+    replies = asked(engines, tmp_path, ask)
+    assert [reply.status_code for reply in replies] == [200] * 3
+    sglang, *openai = [reply.json() for reply in replies]
+    assert (sglang["text"], sglang["meta_info"]["finish_reason"]["type"]) == ("", "abort")
+    assert [one["choices"][0]["finish_reason"] for one in openai] == ["abort"] * 2
 
 
 def test_sglangs_memory_routes_put_the_fleet_to_sleep_and_wake_it(engines, tmp_path):

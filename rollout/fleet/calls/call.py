@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from rollout.generation import (
     Completion,
     ContinuedPrompt,
     ImagePrompt,
+    Logprobs,
+    PromptInput,
     RequestOutput,
     SamplingParams,
     parts_of,
@@ -34,6 +36,7 @@ class FleetCall:
     Requests without a seed get one here, so that whichever member goes on draws the same tokens.
     Members are told digests alone of what it is known by. ``given``: of each conversation, what
     another engine has answered of it before this call. ``fleet``: whose members may answer.
+    ``aborted``: the rows that end here, unless a member has them (``placed``), which ends them.
     """
 
     prompts: Sequence[Any]
@@ -44,6 +47,8 @@ class FleetCall:
     given: Sequence[tuple[Completion, ...]] | None = None
     fleet: int = 0
     begun: dict[int, RequestOutput] = field(default_factory=dict)
+    aborted: set[int] = field(default_factory=set)
+    placed: set[int] = field(default_factory=set)
     has_moved: bool = False  # whether a member has gone on with what another had begun
     left: set[int] = field(init=False)
     told: set[int] = field(init=False)
@@ -95,6 +100,25 @@ class FleetCall:
             )  # fmt: skip
         return client.generate([self._prompt(row) for row in rows], params, ids, **said)
 
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        """These requests, or all; returns how many of them no member has, which would count it."""
+        given = self.request_ids if request_ids is None else request_ids
+        rows = {row for row in self.left if self.request_ids[row] in given} - self.aborted
+        self.aborted |= rows
+        return len(rows - self.placed)
+
+    def is_aborted(self, rows: Collection[int]) -> bool:
+        """Whether nobody is waited for by these: all of them are to end."""
+        return self.aborted.issuperset(rows)
+
+    def ended(self, rows: Sequence[int], epoch: int) -> list[tuple[int, RequestOutput]]:
+        """The last outputs of those of ``rows`` that are aborted: what was delivered of them."""
+        return [
+            (row, self.delivered(row, self._cut_short(row), epoch))
+            for row in rows
+            if row in self.aborted
+        ]
+
     def forget(self, epoch: int, version: int, parted: int) -> None:
         """Of what is not streamed have rows begin anew whose tokens may not stand beside those of
         the live ``version``: of another epoch; of an older version, where the row is pinned; of one
@@ -143,8 +167,28 @@ class FleetCall:
 
     def _delivered(self, row: int) -> tuple[Completion, ...]:
         """Of a conversation."""
-        if row in self.begun:
-            return tuple(self.begun[row].outputs)
+        return tuple(self.begun[row].outputs) if row in self.begun else self._before(row)
+
+    def _cut_short(self, row: int) -> RequestOutput:
+        """As a member ends an aborted request; without its prompt's tokens where none has said
+        them.
+        """
+        last = self.begun.get(row)
+        if last is None:
+            prompt = parts_of(self.prompts[row])[0] if self.options is None else ()
+            last = _nothing(self.request_ids[row], prompt, self.params[row].n)
+            if done := self._before(row):
+                last = replace(last, outputs=list(done))
+        cut = [
+            replace(one, finish_reason="abort") if one.finish_reason is None else one
+            for one in last.outputs
+        ]
+        return replace(last, outputs=cut, finished=True)
+
+    def _before(self, row: int) -> tuple[Completion, ...]:
+        """What was delivered of it before this call."""
+        if self.options is None:
+            return parts_of(self.prompts[row])[2]
         return () if self.given is None else self.given[row]
 
     def _is_plain(self, row: int) -> bool:
@@ -166,3 +210,20 @@ class FleetCall:
         their end.
         """
         return INTERVAL if row in self.told else MAX_INT
+
+
+def _nothing(request_id: str, prompt: PromptInput, n: int) -> RequestOutput:
+    """What a request has of which no member has told."""
+    text, ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+    samples = [
+        Completion(
+            index=index, text="", token_ids=[], logprobs=Logprobs([], [], []),
+            cumulative_logprob=0.0, finish_reason=None, stop_reason=None, weight_versions=(),
+            kv_spans=(),
+        )
+        for index in range(n)
+    ]  # fmt: skip
+    return RequestOutput(
+        request_id=request_id, prompt=text, prompt_token_ids=ids, prompt_logprobs=None,
+        outputs=samples, finished=False, num_cached_tokens=0,
+    )  # fmt: skip

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 import grpc
@@ -43,6 +43,10 @@ class Calls:
     def running(self) -> int:
         return len(self._running)
 
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        """These requests, or all, that wait here; how many. Members end those that they have."""
+        return sum(running.call.abort(request_ids) for running in list(self._running))
+
     def end(self, error: EngineError) -> None:
         """All that run."""
         for running in list(self._running):
@@ -59,11 +63,11 @@ class Calls:
         if self.closing:
             raise EngineClosed(LEAVING)
         call.fleet = self._fleet.fleet_id
-        running = _Running()
+        running = _Running(call)
         self._running.add(running)
         try:
             if not self._loads(set()):
-                await self._somebody(self._patience, Lost(self._fleet))
+                await self._somebody(self._patience, Lost(self._fleet), call, call.left)
             shares = self._shares(call, sorted(call.left), set())
             # One member's are read where they are wanted: another task would cost each token one.
             outputs = [self._served(call, *share) for share in shares.items()]
@@ -80,7 +84,11 @@ class Calls:
     def _shares(
         self, call: FleetCall, rows: Sequence[int], without: set[str]
     ) -> dict[str, list[int]]:
-        """Which member gets which rows; ``EngineClosed`` where no other serves."""
+        """Which member gets which rows; ``EngineClosed`` where no other serves. Aborted ones end
+        without one.
+        """
+        if call.is_aborted(rows):
+            return {"": list(rows)}
         loads = self._loads(without)
         if not loads:
             self._fleet.one()  # says why none does
@@ -108,9 +116,14 @@ class Calls:
             # This share may have waited for another one's end.
             call.forget(self._fleet.epoch, self._fleet.version, self._fleet.parted)
             try:
-                link = await self._met(name)
+                link = None if call.is_aborted(share) else await self._met(name)
+                for ended in call.ended(share, self._fleet.epoch):
+                    yield ended
+                share = [row for row in share if row in call.left]
+                if link is None or not share:
+                    continue
                 async with (
-                    _calling(link, len(share)),
+                    _calling(link, call, share),
                     contextlib.aclosing(call.outputs(link.client, share)) as got,
                 ):
                     async for index, output in got:
@@ -135,7 +148,7 @@ class Calls:
                 if not self._loads(refused | lost.names()):
                     if until is None or time.monotonic() - begun_at > self._fleet.lease:
                         until = self._patience  # it served meanwhile: this is another outage
-                    if not await self._somebody(until, lost):
+                    if not await self._somebody(until, lost, call, again):
                         raise
                     refused.clear()
                 call.forget(self._fleet.epoch, self._fleet.version, self._fleet.parted)
@@ -150,13 +163,19 @@ class Calls:
         """
         return time.monotonic() + PATIENCE * self._fleet.lease
 
-    async def _somebody(self, until: float, lost: Lost) -> bool:
-        """Whether a member serves that is not lost, after a while and before ``until``."""
+    async def _somebody(
+        self, until: float, lost: Lost, call: FleetCall, rows: Collection[int]
+    ) -> bool:
+        """Whether a member serves that is not lost, after a while and before ``until``; or none is
+        needed, as all of these ``rows`` are aborted.
+        """
         while time.monotonic() < until and not self._fleet.closed and not self._hold.wanted.asleep:
+            if call.is_aborted(rows):
+                break
             await asyncio.sleep(self._fleet.lease / 16)
             if self._loads(lost.names()):
                 return True
-        return False
+        return call.is_aborted(rows)
 
     async def _met(self, name: str) -> Link:
         link = next((one for one in self._fleet.serving() if one.name == name), None)
@@ -182,7 +201,8 @@ class _Running:
     by others, which is raised; but for where it ``leaves_off`` until it ``goes_on``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, call: FleetCall) -> None:
+        self.call = call
         self._waits: asyncio.Task[Any] | None = None
         self._cancelled = 0  # how often by others, before
         self._error: EngineError | None = None
@@ -264,9 +284,12 @@ def _has_refused(error: Exception) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _calling(link: Link, calls: int) -> AsyncIterator[None]:
-    link.calls += calls
+async def _calling(link: Link, call: FleetCall, rows: Sequence[int]) -> AsyncIterator[None]:
+    """The member has these rows within the block."""
+    link.calls += len(rows)
+    call.placed.update(rows)
     try:
         yield
     finally:
-        link.calls -= calls
+        link.calls -= len(rows)
+        call.placed.difference_update(rows)

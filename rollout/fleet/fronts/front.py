@@ -202,8 +202,8 @@ class Front(ABC):
         return await self._any(lambda link: link.client.render(messages, options))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        links = self.fleet.with_calls()
-        return sum(await self._all(lambda it: it.client.abort(request_ids), links))
+        waiting, links = self.calls.abort(request_ids), self.fleet.with_calls()
+        return waiting + sum(await self._all(lambda it: it.client.abort(request_ids), links))
 
     def end_calls(self, error: EngineError) -> None:
         self.calls.end(error)

@@ -20,7 +20,7 @@ from fastapi.responses import Response
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
 from rollout.api.generation_verbs import in_order
-from rollout.errors import RolloutError
+from rollout.errors import EngineError, RolloutError
 from rollout.generation import SamplingParams, classify_params
 from rollout.server.auth import Access
 from rollout.server.grpc.health import SERVING, state_of
@@ -106,14 +106,21 @@ class _Answer:
 
     async def rows(self, index: int, output: Any) -> list[Document]:
         """Those of prompt number ``index``, one for each sample."""
-        info = await self._rollout.weight_info()
-        versions = Versions(live=info.version, label=info.label)
+        versions = await self._versions()
         rows = list(replies(output, self._asks[index], versions, self._text))
         for row in rows:
             row["meta_info"]["e2e_latency"] = time.monotonic() - self._began
             if self._prompt_ids:
                 row["prompt_token_ids"] = output.prompt_token_ids
         return rows
+
+    async def _versions(self) -> Versions:
+        """By their numbers where nobody says the label, as at a front without a serving member."""
+        try:
+            info = await self._rollout.weight_info()
+        except EngineError:
+            return Versions(live=(await self._rollout.server_info()).version, label=None)
+        return Versions(live=info.version, label=info.label)
 
     def number(self, prompt: int, sample: int) -> int:
         """The place of a sample in the list of answers."""
