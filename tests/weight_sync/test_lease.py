@@ -135,7 +135,7 @@ def test_an_update_that_fails_is_a_warning_where_others_are_served(
     engine, checkpoints, caplog, monkeypatch, is_served, level
 ) -> None:
     monkeypatch.setattr(engine.coordinator.engine.counters, "is_served", is_served)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "rollout")  # whatever a command line in this process has set
     failed, refused = ManualUpdate(engine, checkpoints[2]), ManualUpdate(engine, checkpoints[2])
     failed.begin()
     failed.channel.abort("the trainer gave it up")
