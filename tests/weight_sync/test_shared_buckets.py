@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from engine_ranks import Engine, same
+from exits import nothing_left_in_shared_memory
 from test_p2p import broken, receipt_of
 from trainer import fresh
 from trainer_ranks import TrainerRanks, rows
@@ -23,8 +22,8 @@ def engine(checkpoints):
 
 @pytest.fixture
 def trainers(engine):
-    yield TrainerRanks(engine, 2)
-    assert not list(Path("/dev/shm").glob("rollout-ipc-*"))
+    with nothing_left_in_shared_memory():
+        yield TrainerRanks(engine, 2)
 
 
 def columns(shape, rank: int, size: int):
