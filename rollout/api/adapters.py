@@ -106,8 +106,12 @@ class MergedAdapters:
         """The adapter that is in the live weights; after a rollback their digests tell."""
         if info.version == self._version:
             return None if self._live is None else self._live.name
-        made = self._made.get(total(link.digests(self._config.timeout).values()))
+        made = self._made.get(self._digest(link))
         return None if made is None else made[0]
+
+    def _digest(self, link: AdapterLink) -> int:
+        """Of all that is live."""
+        return total(link.digests(self._config.timeout).values())
 
     def _commit(
         self,
@@ -161,7 +165,7 @@ class MergedAdapters:
             self._live, self._version, self._touched = None, 0, frozenset()
             self._remember(link)
             return self._touched
-        made = self._made.get(total(link.digests(self._config.timeout).values()))
+        made = self._made.get(self._digest(link))
         if made is not None:
             return made[1]
         config = self._config
@@ -170,7 +174,7 @@ class MergedAdapters:
         return frozenset() if same else None
 
     def _remember(self, link: AdapterLink) -> None:
-        digest = total(link.digests(self._config.timeout).values())
+        digest = self._digest(link)
         if link.info().version == self._version:  # nothing else has committed meanwhile
             self._made[digest] = None if self._live is None else self._live.name, self._touched
 

@@ -133,6 +133,7 @@ class EngineCore:
         self.config = config = found.settled(config)
         self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
+        # What cannot be served is refused before any rank starts.
         served_length(config, self.model_config.max_position_embeddings)
         self.tokenizer = found.load_tokenizer(config)
         self._directory = str(found.directory)

@@ -16,8 +16,8 @@ def place(
     A run of placeholders is either one, which is expanded, or has as many as its image has parts:
     then it was expanded before, by a template, a processor, or an earlier answer. Images that touch
     are expanded together or not at all. Where there are as many placeholders as images, each is
-    one. Raises ``InvalidRequest`` naming the image whose run has
-    another length, and where there are more or fewer of them than images.
+    one. Raises ``InvalidRequest`` naming the image whose run has another length, and where there
+    are more or fewer of them than images.
     """
     out: list[int] = []
     starts: list[int] = []
