@@ -12,7 +12,7 @@ import pytest
 from rollout.generation import Completion, Logprobs, RequestOutput, VersionSpan
 from rollout.server.http.answers import AnswerStyle, Stream, answer
 from rollout.server.http.assistant import MessageReader
-from rollout.server.http.reasoning import REASONING_PARSERS
+from rollout.server.http.parsers import REASONING_PARSERS
 
 # What each token adds: quotes, what looks like a span's end, what is no ASCII, nothing, controls.
 TEXTS = ["a", '"stop": -1}]', 'say ""', "é\u2028🙂", "", "\x7f\x00\n", " b", "c", "d", "e"]

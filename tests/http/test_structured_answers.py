@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tiny_models import make_tokenizer
 
 from rollout.server.http.grammars import after_thought
-from rollout.server.http.reasoning import REASONING_PARSERS
+from rollout.server.http.parsers import REASONING_PARSERS
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 WEATHER: ChatCompletionToolParam = {
@@ -90,6 +90,27 @@ def test_a_grammar_holds_for_what_comes_after_a_thought() -> None:
                 assert xgrammar.GrammarMatcher(compiled).accept_string(text) is allowed
             else:
                 assert made == grammar
+
+
+def test_a_grammar_holds_for_the_final_channel_of_gpt_oss() -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    tokenizer = make_tokenizer()
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+    made = after_thought({"json": {"type": "integer"}}, REASONING_PARSERS["openai_gptoss"], "Hi")
+    tag = json.dumps(made["structural_tag"])
+    compiled = xgrammar.GrammarCompiler(info).compile_structural_tag(tag)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    for text, taken, complete in (
+        (f"{thought}<|channel|>final<|message|>12", True, True),
+        (f"{thought}<|channel|>final<|message|>no", False, False),
+        ("12", True, False),
+    ):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert all(map(matcher.accept_token, ids)) is taken
+        assert matcher.is_completed() is complete
 
 
 def test_a_call_that_the_model_wrote_comes_as_one(client: openai.OpenAI) -> None:

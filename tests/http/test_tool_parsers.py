@@ -8,9 +8,8 @@ import pytest
 
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
 from rollout.server.http.messages import template_messages
-from rollout.server.http.reasoning import REASONING_PARSERS
+from rollout.server.http.parsers import REASONING_PARSERS, TOOL_PARSERS
 from rollout.server.http.sessions import as_written
-from rollout.server.http.tool_parsers import TOOL_PARSERS
 
 TOOLS = {
     "get_weather": {
@@ -80,6 +79,116 @@ WRITTEN = [
         "Let me see.\n",
         [ROME],
     ),
+    ("hermes", f'<tool_call>[{{"name": "get_weather", "arguments": {_ROME}}}]', "", [ROME]),
+    (
+        "nemotron_json",
+        f'I look.<TOOLCALL>[{{"name": "get_weather", "arguments": {_PARIS}}}, '
+        f'{{"name": "get_weather", "arguments": {_ROME}}}]</TOOLCALL>',
+        "I look.",
+        [PARIS, ROME],
+    ),
+    (
+        "granite",
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {_PARIS}}}]',
+        "",
+        [PARIS],
+    ),
+    (
+        "deepseek_v3",
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        f"```json\n{_PARIS}\n```<｜tool▁call▁end｜>\n"
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        f"```json\n{_ROME}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "I look.",
+        [PARIS, ROME],
+    ),
+    (
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_PARIS}"
+        f"<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_ROME}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [PARIS, ROME],
+    ),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>no<｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>no<｜tool▁calls▁end｜>",
+        [],
+    ),
+    (
+        "deepseek_v32",
+        'Well.\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">1</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "Well.\n",
+        [ROME],
+    ),
+    (
+        "kimi_k2",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        f"<|tool_call_argument_begin|>{_PARIS}<|tool_call_end|><|tool_call_begin|>"
+        f"functions.get_weather:1<|tool_call_argument_begin|>{_ROME}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "I look.",
+        [PARIS, ROME],
+    ),
+    (
+        "glm45",
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n<tool_call>now\n"
+        "</tool_call>",
+        "I look.\n",
+        [ROME, ("now", {})],
+    ),
+    (
+        "glm47",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value>"
+        "<arg_key>days</arg_key><arg_value>1</arg_value></tool_call><tool_call>now</tool_call>",
+        "",
+        [ROME, ("now", {})],
+    ),
+    ("glm45", "<tool_call>a <b></tool_call> so", "<tool_call>a <b></tool_call> so", []),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Rome</parameter>\n'
+        '<parameter name="days">1</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n'
+        "</minimax:tool_call>",
+        "",
+        [ROME, ("now", {})],
+    ),
+    (
+        "llama4_pythonic",
+        "<|python_start|>[get_weather(city='Rome', days=1)]<|python_end|>",
+        "",
+        [ROME],
+    ),
+    ("llama4_pythonic", "[get_weather(city='Rome', days=1)]", "", [ROME]),
+    ("llama4_pythonic", "<|python_start|>1 + 1", "<|python_start|>1 + 1", []),
+    (
+        "olmo3",
+        "I look.\n<function_calls>\nget_weather(city='Rome', days=1)\nf(a=[true, None])\n"
+        "</function_calls>",
+        "I look.\n",
+        [ROME, ("f", {"a": [True, None]})],
+    ),
+    ("olmo3", "<function_calls>no</function_calls>", "<function_calls>no</function_calls>", []),
+    (
+        "openai",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.get_weather <|constrain|>json<|message|>{_PARIS}<|call|>",
+        "I look.",
+        [PARIS],
+    ),
+    (
+        "openai",
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{_ROME}",
+        "",
+        [ROME],
+    ),
+    ("openai", "total: 1 < 2 <|x", "total: 1 < 2 <|x", []),
 ]
 
 
@@ -109,7 +218,25 @@ THOUGHTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "prompt", "text", "thought", "answer"), THOUGHTS)
+_GPT_OSS = [
+    (
+        "openai_gptoss",
+        "",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        "hm",
+        "Yes.",
+    ),
+    ("openai_gptoss", "", "<|channel|>analysis<|message|>never ends", "never ends", ""),
+    ("openai_gptoss", "", "<|channel|>final<|message|>Yes.<|return|>", "", "Yes."),
+    ("openai_gptoss", "<|channel|>final<|message|>", "Yes.", "", "Yes."),
+    ("openai_gptoss", "<|channel|>analysis<|message|>", "hm<|end|>", "hm", ""),
+    ("openai_gptoss", "", "Yes, to me <|x|>.", "", "Yes, to me <|x|>."),
+    ("openai_gptoss", "", "<|channel|>fin", "", "<|channel|>fin"),
+    ("openai_gptoss", "", "<|start|>assistant<|end|>", "", "<|start|>assistant<|end|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "text", "thought", "answer"), [*THOUGHTS, *_GPT_OSS])
 def test_thoughts_are_told_from_answers_whole_and_character_by_character(
     name: str, prompt: str, text: str, thought: str, answer: str
 ) -> None:
@@ -128,6 +255,72 @@ def test_the_tokens_of_a_thought_are_counted_with_its_marks(
     assert parser.end not in rest
     assert rest.strip() == answer.strip()
     assert count == 0 or thought or parser.end in text[:count]
+
+
+@pytest.mark.parametrize(("name", "prompt", "text", "thought", "answer"), _GPT_OSS)
+def test_the_tokens_of_a_channel_of_thought_are_counted_with_its_marks(
+    name: str, prompt: str, text: str, thought: str, answer: str
+) -> None:
+    count = REASONING_PARSERS[name].count(
+        [ord(c) for c in text], prompt, lambda ids: "".join(map(chr, ids))
+    )
+    assert text[:count].endswith(("<|end|>", thought)) if thought else count == 0
+    assert text[count:].count("analysis") == 0
+
+
+def test_calls_and_thoughts_of_gpt_oss_are_told_apart() -> None:
+    reader = MessageReader(
+        reasoning=REASONING_PARSERS["openai_gptoss"],
+        calls=TOOL_PARSERS["openai"].parse,
+        tools=TOOLS,
+    )
+    text = (
+        "<|channel|>analysis<|message|>a <b> to=functions.x<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>and then<|end|>"
+        f"<|start|>assistant to=functions.get_weather<|channel|>commentary <|constrain|>json"
+        f"<|message|>{_PARIS}<|call|>"
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather"
+        f"<|message|>{_ROME}<|call|>"
+    )
+    whole = reader.read(text, "", True)
+    assert (whole.reasoning, whole.content) == ("a <b> to=functions.x\nand then", "I look.")
+    assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == [PARIS, ROME]
+    assert _streamed(reader, text, "") == whole
+
+
+def test_the_ids_that_a_model_writes_are_those_of_its_calls() -> None:
+    reader = MessageReader(calls=TOOL_PARSERS["kimi_k2"].parse, tools=TOOLS)
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:3"
+        f"<|tool_call_argument_begin|>{_ROME}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    (call,) = whole_message(reader.read(text, "", True), "an-id")["tool_calls"]
+    assert (call["id"], call["function"]["name"]) == ("functions.get_weather:3", "get_weather")
+    (streamed,) = delta(Message(), reader.read(text, "", True), "an-id")["tool_calls"]
+    assert streamed["id"] == call["id"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "read"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["integer", "null"]}, "12", 12),
+        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({}, "12", "12"),
+    ],
+)
+def test_an_argument_that_is_written_plainly_is_of_its_declared_type(
+    schema: dict[str, object], value: str, read: object
+) -> None:
+    text = f'<minimax:tool_call><invoke name="f"><parameter name="a">{value}</parameter></invoke>'
+    tools = {"f": {"properties": {"a": schema}}}
+    _, (call,) = TOOL_PARSERS["minimax_m2"].parse(text, True, tools)
+    assert json.loads(call.arguments) == {"a": read}
 
 
 def test_a_thought_may_come_before_a_call() -> None:
@@ -152,7 +345,7 @@ def _streamed(reader: MessageReader, text: str, prompt: str) -> Message:
         for call in added.get("tool_calls", ()):
             function = call["function"]
             if call["index"] == len(calls):
-                calls.append([function["name"], ""])
+                calls.append([function["name"], "", new.calls[len(calls)].id])
             calls[call["index"]][1] += function["arguments"]
         old = new
     made = tuple(type(old.calls[0])(*call) for call in calls) if calls else ()

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from rollout.config import check_known
 from rollout.generation import SamplingParams
-from rollout.server.http.reasoning import REASONING_PARSERS, ReasoningParser
-from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser
+from rollout.server.http.parsers import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, ToolParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

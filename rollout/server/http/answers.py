@@ -13,7 +13,7 @@ from rollout.generation import Completion, RequestOutput, SamplingParams, Versio
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
 from rollout.server.http.echo import best_of, prepend_prompt, prompt_text, without_answer
 from rollout.server.http.finite import finite
-from rollout.server.http.reasoning import Decode
+from rollout.server.http.parsers import Decode
 from rollout.server.http.responses import event
 from rollout.server.http.side_channels import beside_tokens
 

@@ -8,8 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rollout.generation import RequestOutput
-from rollout.server.http.reasoning import Decode, ReasoningParser
-from rollout.server.http.tool_parsers import Call, Parse
+from rollout.server.http.parsers import Call, Decode, Parse, ReasoningParser
 
 _ID_LENGTH = 9  # of a call, in letters and digits: what Mistral's templates ask for
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -71,7 +70,7 @@ def whole_message(message: Message, ids: str, role: str = "assistant") -> dict[s
     if message.calls:
         made["content"] = message.content or None
         made["tool_calls"] = [
-            {"id": call_id(ids, number), "type": "function", "function": _function(call)}
+            {"id": call_id(call, ids, number), "type": "function", "function": _function(call)}
             for number, call in enumerate(message.calls)
         ]
     return made
@@ -87,7 +86,7 @@ def delta(old: Message, new: Message, ids: str) -> dict[str, Any]:
     calls = []
     for number, call in enumerate(new.calls):
         if number >= len(old.calls):
-            first = {"index": number, "id": call_id(ids, number), "type": "function"}
+            first = {"index": number, "id": call_id(call, ids, number), "type": "function"}
             calls.append({**first, "function": _function(call)})
         elif more := call.arguments[len(old.calls[number].arguments) :]:
             calls.append({"index": number, "function": {"arguments": more}})
@@ -96,8 +95,12 @@ def delta(old: Message, new: Message, ids: str) -> dict[str, Any]:
     return made
 
 
-def call_id(ids: str, number: int) -> str:
-    """The same in every chunk of an answer: a function of its id and the call's number."""
+def call_id(call: Call, ids: str, number: int) -> str:
+    """The same in every chunk of an answer: the model's own, or a function of the answer's id and
+    the call's number.
+    """
+    if call.id:
+        return call.id
     value = int.from_bytes(blake2b(f"{ids}/{number}".encode(), digest_size=8).digest(), "little")
     return "".join(_LETTERS[value // 36**place % 36] for place in range(_ID_LENGTH))
 

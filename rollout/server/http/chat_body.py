@@ -13,8 +13,7 @@ from rollout.generation import ChatOptions, SamplingParams
 from rollout.server.http.assistant import MessageReader
 from rollout.server.http.grammars import Grammar, of_tool, of_tools
 from rollout.server.http.messages import template_messages
-from rollout.server.http.reasoning import ReasoningParser
-from rollout.server.http.tool_parsers import TOOL_PARSERS, ToolParser, named, required
+from rollout.server.http.parsers import TOOL_PARSERS, ReasoningParser, ToolParser, named, required
 from rollout.server.http.types import SamplingBody
 
 _NAMED = "function:"

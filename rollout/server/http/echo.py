@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout.generation import Completion, Logprobs, RequestOutput
 from rollout.server.http.finite import finite
-from rollout.server.http.reasoning import Decode
+from rollout.server.http.parsers import Decode
 
 TokenText = Callable[[int], str]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.errors import InvalidRequest
-from rollout.server.http.reasoning import ReasoningParser
+from rollout.server.http.parsers import ReasoningParser
 
 Grammar = Mapping[str, Any]  # as in ``SamplingParams.structured_outputs``
 Schemas = Mapping[str, Mapping[str, Any]]  # name of a tool -> schema of its parameters

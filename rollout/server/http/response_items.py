@@ -34,7 +34,11 @@ class ResponseItems:
             if number != self._call and number >= len(old.calls):
                 yield from self.close()
                 self._call = number
-                item = {"name": call.name, "arguments": "", "call_id": call_id(self._id, number)}
+                item = {
+                    "name": call.name,
+                    "arguments": "",
+                    "call_id": call_id(call, self._id, number),
+                }
                 yield from self._begin("function_call", item)
             if (more := call.arguments[len(known) :]) and self._open is not None:
                 self._open["arguments"] += more

@@ -22,7 +22,7 @@ from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import DeadlineExceeded, InvalidRequest, RolloutError, VersionConflict
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.generation.sampling_params import MAX_NAME
-from rollout.server.http.reasoning import Decode
+from rollout.server.http.parsers import Decode
 
 T = TypeVar("T")
 SESSION, ROUTING_KEY = "x-session-id", "x-smg-routing-key"

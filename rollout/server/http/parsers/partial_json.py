@@ -7,6 +7,7 @@ can send the difference.
 from __future__ import annotations
 
 import json
+import re
 
 
 def skip_space(text: str, at: int) -> int:
@@ -18,25 +19,27 @@ def skip_space(text: str, at: int) -> int:
 def value_end(text: str, start: int) -> int | None:
     """Where the value that begins at ``start`` ends; None while it may go on."""
     depth, at, quoted = 0, start, False
-    while at < len(text):
-        char = text[at]
-        if quoted:
-            at += char == "\\"
-            quoted = char != '"'
-            if not quoted and not depth:
-                return at + 1
+    while found := (_IN_STRING if quoted else _OUTSIDE).search(text, at):
+        char, at = found[0], found.end()
+        if char == "\\":
+            at += 1
         elif char == '"':
-            quoted = True
+            quoted = not quoted
+            if not quoted and not depth:
+                return at
         elif char in "{[":
             depth += 1
         elif char in "}]":
             depth -= 1
             if depth <= 0:
-                return at + 1 + depth  # below 0: it closes what the value lies in
-        elif not depth and (char == "," or char.isspace()):
-            return at
-        at += 1
+                return at + depth  # below 0: it closes what the value lies in
+        elif not depth:
+            return at - 1
     return None
+
+
+# Each chunk of a stream is read from its beginning: what decides nothing is leapt over.
+_IN_STRING, _OUTSIDE = re.compile(r'[\\"]'), re.compile(r'["{}\[\],\s]')
 
 
 def object_fields(text: str, start: int) -> tuple[dict[str, str], int | None]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollout.server.http.partial_json import before_mark
+from rollout.server.http.parsers.partial_json import before_mark
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -63,10 +63,3 @@ class ReasoningParser:
         if self.always:
             return not prompt.rstrip().endswith(self.end)
         return prompt.rstrip().endswith(self.start)
-
-
-REASONING_PARSERS: Mapping[str, ReasoningParser] = {
-    "deepseek_r1": ReasoningParser(always=True),
-    "mistral": ReasoningParser(start="[THINK]", end="[/THINK]", special=True),
-    "qwen3": ReasoningParser(),
-}

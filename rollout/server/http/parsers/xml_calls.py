@@ -1,0 +1,167 @@
+"""Tool calls that are written as tags: a function's name, and each argument by itself.
+
+Arguments come one by one, each when it is whole, as JSON of its declared type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollout.server.http.parsers.call import Call, Parsed, Tools, may_begin, tagged
+from rollout.server.http.parsers.partial_json import skip_space
+
+Argument = tuple[str, str, int]  # its name, its value as JSON, and what follows it
+
+
+def qwen3_coder(text: str, final: bool, tools: Tools) -> Parsed:
+    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>``."""
+
+    def read(at: int) -> tuple[list[Call], int | None]:
+        if not text.startswith("<function=", at):
+            return [], None
+        close = text.find(">", at)
+        if close < 0:
+            return [], None
+        name = text[at + len("<function=") : close].strip()
+        types = _properties(tools, name)
+
+        def argument(at: int) -> Argument | None:
+            key_end, end = text.find(">", at), text.find("</parameter>", at)
+            if not text.startswith("<parameter=", at) or key_end < 0 or end < key_end:
+                return None
+            key = text[at + len("<parameter=") : key_end].strip()
+            value = text[key_end + 1 : end].removeprefix("\n").removesuffix("\n")
+            return key, _typed(value, types.get(key)), end + len("</parameter>")
+
+        written, at = _arguments(text, close + 1, argument)
+        if text.startswith("</function>", at):
+            return [Call(name, written + "}")], at + len("</function>")
+        return [Call(name, written)], None
+
+    return tagged(text, final, "<tool_call>", "</tool_call>", read)
+
+
+def glm45(text: str, final: bool, tools: Tools) -> Parsed:
+    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>``, with
+    lines between them or without: GLM-4.5, 4.6, 4.7.
+    """
+    marks = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"
+    opened, named, given, over, closing = marks
+
+    def read(at: int) -> tuple[list[Call], int | None]:
+        begin = at
+        while at < len(text) and text[at] not in "\n<":
+            at += 1
+        name, at = text[begin:at].strip(), skip_space(text, at)
+        if not name or not text.startswith((opened, closing), at):
+            return [], None
+        types = _properties(tools, name)
+
+        def argument(at: int) -> Argument | None:
+            key_end = text.find(named, at)
+            if not text.startswith(opened, at) or key_end < 0:
+                return None
+            key = text[at + len(opened) : key_end].strip()
+            at = skip_space(text, key_end + len(named))
+            end = text.find(over, at)
+            if not text.startswith(given, at) or end < 0:
+                return None
+            value = text[at + len(given) : end]
+            return key, _typed(value, types.get(key)), end + len(over)
+
+        written, at = _arguments(text, at, argument)
+        if text.startswith(closing, at):
+            return [Call(name, written + "}")], at
+        return [Call(name, written)], None
+
+    return tagged(text, final, "<tool_call>", closing, read)
+
+
+def minimax_m2(text: str, final: bool, tools: Tools) -> Parsed:
+    """``<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...``."""
+    closing = "</minimax:tool_call>"
+
+    def read(at: int) -> tuple[list[Call], int | None]:
+        return _invokes(text, at, "", closing, tools)
+
+    return tagged(text, final, "<minimax:tool_call>", closing, read)
+
+
+def deepseek_v32(text: str, final: bool, tools: Tools) -> Parsed:
+    """``<｜DSML｜function_calls><｜DSML｜invoke name="NAME">`` and parameters that say whether they
+    are strings (``string="true"``) or JSON: DeepSeek-V3.2.
+    """
+    closing = f"</{_DSML}function_calls>"
+
+    def read(at: int) -> tuple[list[Call], int | None]:
+        return _invokes(text, at, _DSML, closing, tools)
+
+    return tagged(text, final, f"<{_DSML}function_calls>", closing, read)
+
+
+_DSML = "｜DSML｜"
+
+
+def _invokes(
+    text: str, at: int, prefix: str, closing: str, tools: Tools
+) -> tuple[list[Call], int | None]:
+    """The calls before ``closing``, the last one maybe open."""
+    opened, over = f'<{prefix}invoke name="', f"</{prefix}invoke>"
+    parameter, ended = f'<{prefix}parameter name="', f"</{prefix}parameter>"
+    calls: list[Call] = []
+    while text.startswith(opened, at):
+        quote, close = text.find('"', at + len(opened)), text.find(">", at)
+        if quote < 0 or close < quote:
+            return calls, None
+        name = text[at + len(opened) : quote]
+        types = _properties(tools, name)
+
+        def argument(at: int, types: Mapping[str, Any] = types) -> Argument | None:
+            quote = text.find('"', at + len(parameter))
+            key_end, end = text.find(">", quote), text.find(ended, at)
+            if not text.startswith(parameter, at) or quote < 0 or key_end < 0 or end < key_end:
+                return None
+            key, said = text[at + len(parameter) : quote], text[quote + 1 : key_end].strip()
+            schema = {"type": "string"} if said == 'string="true"' else types.get(key)
+            schema = {"type": "json"} if said == 'string="false"' else schema
+            return key, _typed(text[key_end + 1 : end], schema), end + len(ended)
+
+        written, at = _arguments(text, close + 1, argument)
+        if not text.startswith(over, at):
+            return [*calls, Call(name, written)], None
+        calls.append(Call(name, written + "}"))
+        at = skip_space(text, at + len(over))
+    return calls, None if may_begin(text, at, opened, closing) else at
+
+
+def _properties(tools: Tools, name: str) -> Mapping[str, Any]:
+    declared = tools.get(name, {}).get("properties")
+    return declared if isinstance(declared, Mapping) else {}
+
+
+def _arguments(text: str, at: int, argument: Callable[[int], Argument | None]) -> tuple[str, int]:
+    """A JSON object of the arguments from ``at`` on, still open, and what follows the last one."""
+    written, at = "{", skip_space(text, at)
+    while (found := argument(at)) is not None:
+        key, value, at = found
+        comma = ", " if len(written) > 1 else ""
+        written += f"{comma}{json.dumps(key, ensure_ascii=False)}: {value}"
+        at = skip_space(text, at)
+    return written, at
+
+
+def _typed(value: str, schema: Any) -> str:
+    """JSON of a value that is written plainly: a string, unless another type is declared."""
+    declared = schema.get("type") if isinstance(schema, Mapping) else None
+    kinds = {declared} if isinstance(declared, str) else set(declared or ())
+    if value == "null" and "null" in kinds:
+        return value
+    if kinds and "string" not in kinds:
+        try:
+            return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            if value in ("True", "False", "None"):
+                return {"True": "true", "False": "false", "None": "null"}[value]
+    return json.dumps(value, ensure_ascii=False)
