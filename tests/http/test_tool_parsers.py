@@ -352,6 +352,17 @@ def _streamed(reader: MessageReader, text: str, prompt: str) -> Message:
     return Message(content, None if reader.reasoning is None else reasoning, made)
 
 
+def test_a_thought_that_comes_back_is_there_by_the_names_that_templates_read() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    thought = {"role": "assistant", "reasoning": "hm"}
+    (bare,) = template_messages([{**thought, "content": None, "tool_calls": [call]}])
+    assert bare["reasoning_content"] == bare["thinking"] == "hm"
+    # The template of gpt-oss refuses such a message with both.
+    (both,) = template_messages([{**thought, "content": "So.", "tool_calls": [call]}])
+    assert both["reasoning_content"] == "hm"
+    assert "thinking" not in both
+
+
 def test_an_answer_that_comes_back_as_it_was_shown_is_the_one_that_was_written() -> None:
     reader = MessageReader(
         reasoning=REASONING_PARSERS["qwen3"], calls=TOOL_PARSERS["hermes"].parse, tools=TOOLS

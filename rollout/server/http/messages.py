@@ -33,6 +33,8 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if role == "assistant":
         if thought:
             given["reasoning_content"] = thought  # the name that templates know
+            if not (calls and given.get("content")):
+                given["thinking"] = thought  # gpt-oss's, which takes none beside text and a call
         if calls:
             given["tool_calls"] = _calls(f"{where}.tool_calls", calls)
     elif calls:
