@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for sm_90 without a card, as the shapes of real models launch them.
 
 Run as a script, ``compile_ahead.py SHARE SHARES``, without TRITON_INTERPRET; prints one JSON line
-for each kernel of its share: name, shared memory in bytes, and what went wrong. What the
+for each kernel of its share: name, memory in bytes, and what went wrong. What the
 interpreter hides shows here: types, layouts, memory. (Triton hangs when two threads compile: shares
 are processes.)
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from rollout.kernels.digest_regions import DigestedAs
@@ -92,7 +95,8 @@ def _adapters() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Queries, keys and values of an 8 B Llama, 16 adapters of rank 16; rank 64 of one part."""
     rows = torch.zeros(64, dtype=torch.int32)
     tiles = torch.zeros(16, 3, dtype=torch.int32)
-    for dtype, rank, edges in ((BF16, 16, (0, 4096, 5120, 6144)), (FP32, 64, (0, 4096))):
+    ranks = (BF16, 16, (0, 4096, 5120, 6144)), (BF16, 64, (0, 4096)), (FP32, 64, (0, 4096))
+    for dtype, rank, edges in ranks:
         parts, outputs = len(edges) - 1, edges[-1]
         y, x = torch.zeros(64, outputs, dtype=dtype), torch.zeros(64, 4096, dtype=dtype)
         a = torch.zeros(16, parts, rank, 4096, dtype=dtype)
@@ -239,6 +243,16 @@ def _waits(ptx: str, weights_first: bool) -> bool | None:
     return all(wait < at for op in accesses if (at := ptx.find(op)) >= 0)
 
 
+def _spills(ptx: str) -> int:
+    """Bytes of registers that a thread writes to memory, for want of room."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stderr.split(" bytes spill stores")[0].rsplit(maxsplit=1)[-1])
+
+
 def main() -> None:
     """Record what the calls launch, compile each once, print what came of it."""
     found: dict[str, tuple[str, Launch]] = {}
@@ -259,6 +273,7 @@ def main() -> None:
             row["waits"] = _waits(compiled.asm["ptx"], launch.kernel.__name__ == "_one")
             row["words"] = "ld.global.v4" in compiled.asm["ptx"]
             row["contracts"] = "fma." in compiled.asm["ptx"]
+            row["spills"] = _spills(compiled.asm["ptx"])
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:2000]
         print(json.dumps(row), flush=True)

@@ -42,6 +42,9 @@ def test_every_kernel_compiles_for_sm_90_and_fits_its_shared_memory() -> None:
     failed = [row for row in found if "error" in row]
     assert not failed, json.dumps(failed, indent=1)
     assert [row for row in found if row["shared"] > SHARED_MEMORY] == []
+    # Of float32, which few run on a card, products hold their operands in registers.
+    exact = "_attend(float32"
+    assert [r for r in found if r["spills"] > 128 and not r["kernel"].startswith(exact)] == []
     overlapping = {"rms_norm", "add_rms_norm", "paged_attention"}
     overlapping |= {"rope_and_cache", "norm_rope_and_cache", "linear", "gated_linear"}
     assert {row["op"] for row in found if row["waits"] is not None} == overlapping

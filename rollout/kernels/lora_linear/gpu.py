@@ -92,21 +92,22 @@ def _up(
         index = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
         live = index < tl.load(tiles + tile * 3 + 2)
         row = tl.load(rows + index, mask=live, other=0).to(tl.int64)
-        r = tl.arange(0, RANK)
         column = first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < last
-        down = tl.load(
-            work + (index.to(tl.int64)[:, None] * parts + part) * rank + r[None, :],
-            mask=live[:, None] & (r < rank)[None, :],
-            other=0.0,
-        )
-        weights = tl.load(
-            b + (slot * rank + r[:, None]) * outputs + column[None, :],
-            mask=(r < rank)[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float32)
         mask = live[:, None] & inside[None, :]
         at = y + row[:, None] * y_row + column[None, :]
         total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        total = multiply(down, weights, total, True)
+        for start in range(0, RANK, 16):  # a product in float32 holds its operands in registers
+            r = start + tl.arange(0, 16)
+            down = tl.load(
+                work + (index.to(tl.int64)[:, None] * parts + part) * rank + r[None, :],
+                mask=live[:, None] & (r < rank)[None, :],
+                other=0.0,
+            )
+            weights = tl.load(
+                b + (slot * rank + r[:, None]) * outputs + column[None, :],
+                mask=(r < rank)[:, None] & inside[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            total = multiply(down, weights, total, True)
         tl.store(at, narrow(total, y.dtype.element_ty), mask=mask)
