@@ -144,7 +144,7 @@ def diagnose(
     ours = rebuilt_model(directory, info, model, settings, timeout)
     params = params or SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True)
     params = replace(params, return_routed_experts=ours.config.moe is not None)
-    samples = _samples(engine, ours.config.vocab_size, params, sequences)
+    samples = _samples(engine, ours.config.text_ids, params, sequences)
     ids = [prompt + one.token_ids for prompt, one in samples]
     theirs = TrainerRun(model, ids)
     comparison = LayerComparison(ours, theirs, ids)
@@ -269,10 +269,10 @@ def _where(engine: Rollout, reference: Any, checkpoint: str | Path | None) -> Pa
 
 
 def _samples(
-    engine: Rollout, vocab: int, params: SamplingParams, count: int
+    engine: Rollout, known: Sequence[int], params: SamplingParams, count: int
 ) -> list[tuple[list[int], Completion]]:
     drawn = random.Random(0)
-    prompts = [[drawn.randrange(vocab) for _ in range(PROMPT)] for _ in range(count)]
+    prompts = [drawn.choices(known, k=PROMPT) for _ in range(count)]
     outputs = engine.generate(prompts, params)
     found = [(o.prompt_token_ids, one) for o in outputs for one in o.outputs if one.token_ids]
     if not found:

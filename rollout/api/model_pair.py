@@ -31,14 +31,16 @@ def plain_model(
     """
     if isinstance(reference, nn.Module):
         return reference
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     given: dict[str, Any] = {}
+    vision = ModelConfig.from_directory(reference, overrides=overrides).vision
+    auto: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     if overrides:
         values = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
         kind = type(AutoConfig.from_pretrained(str(reference)))
         given["config"] = kind.from_dict(overridden(values, overrides))
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(str(reference), dtype=dtype, **given)
+    model: nn.Module = auto.from_pretrained(str(reference), dtype=dtype, **given)
     return model.eval()
 
 

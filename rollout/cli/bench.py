@@ -124,11 +124,11 @@ class _Rounds:
         from rollout.engine.request_state import Snapshot
 
         args = self._args
-        vocab = self._core.model_config.vocab_size
+        ids = self._core.model_config.text_ids
         self._before = self._waits()
         requests = []
         for _ in range(args.sequences):
-            prompt = tuple(self._rng.randrange(vocab) for _ in range(args.prompt_tokens))
+            prompt = tuple(self._rng.choices(ids, k=args.prompt_tokens))
             self._count += 1
             name = f"bench-{self._count}"
             requests.append(Request(request_id=name, prompt_token_ids=prompt, params=self._params))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import write_tiny
+from tiny_vision import write_vision
 
 from rollout.cli.bench import summary
 from rollout.config import EngineConfig
@@ -52,6 +53,16 @@ def test_a_profile_names_every_part_of_a_step_on_one_and_two_ranks(
         )
     assert kinds["decode"]["parts_ms"]["detokenise"] > 0
     assert found["profile"]["read_bytes_per_s"] > 1e8
+
+
+def test_prompts_for_a_model_that_sees_images_have_no_places_of_images(
+    run: Run, tmp_path: Path
+) -> None:
+    write_vision(tmp_path)
+    lengths = ("--sequences", 8, "--prompt-tokens", 200, "--new-tokens", 1, "--rounds", 1)
+    status, out, _ = run("bench", tmp_path, *lengths, *CPU, "--json")
+    assert status == 0
+    assert json.loads(out)["tokens_per_s"][0] > 0
 
 
 def test_the_table_for_people_says_what_bounds_a_decode(run: Run, bare: Path) -> None:

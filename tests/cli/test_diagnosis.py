@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import write_tiny
+from tiny_vision import write_vision
 
 from rollout import ConfigError, Rollout, SamplingParams
 from rollout.api.diagnosis import diagnose
@@ -236,6 +237,19 @@ def test_the_command_names_and_draws_the_first_place_that_differs(stacks, tmp_pa
     capsys.readouterr()
     assert main(asked) == 1  # which takes the service to run by the trainer's own config
     assert "say which: --checkpoint DIR" in capsys.readouterr().out
+
+
+def test_the_text_of_a_model_that_sees_images_is_compared(tmp_path, capsys):
+    """Of a directory, as of a module; prompts that are drawn have no places of images."""
+    model = write_vision(tmp_path, seed=2)
+    with Rollout(tmp_path, device="cpu", dtype="float32", num_threads=1) as engine:
+        asked = ["diagnose", engine.address, "--model", str(tmp_path), "--sequences", "32"]
+        assert main([*asked, "--tokens", "2"]) == 0
+        assert "nothing differs beyond rounding" in capsys.readouterr().out
+        model.model.language_model.layers[1].self_attn.scaling *= 1.5
+        found = diagnose(engine, model, sequences=1, params=SamplingParams(max_tokens=8))
+    assert found.verdict is not None
+    assert (found.verdict.kind, found.verdict.name) == ("attention", "layers.1.self_attn")
 
 
 @pytest.mark.parametrize("arch", ["phimoe", "llama4"])

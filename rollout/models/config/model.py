@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -291,6 +291,12 @@ class ModelConfig:
     def recurrence(self) -> DeltaConfig | MambaConfig | StateSizes | None:
         """The sizes of the layers that carry a state."""
         return self.delta or self.mamba or StateSizes.of(self.kept or ())
+
+    @property
+    def text_ids(self) -> Sequence[int]:
+        """The ids that a prompt without images may have."""
+        ids = range(self.vocab_size)
+        return ids if self.vision is None else [i for i in ids if i != self.vision.image_token]
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
