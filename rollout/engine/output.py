@@ -56,7 +56,7 @@ class OutputProcessor:
         self._live_ids = live_ids  # taken by submit, in other threads; given back here
         self._samples: dict[int, tuple[RequestState, Sample]] = {}
         self._changed: dict[str, RequestState] = {}
-        self._nan_version = -1  # the last one that gave NaN
+        self._nan_versions: dict[bool, int] = {}  # the last one with NaN, of itself or by masks
         self._booked = -1.0  # when the last step's tokens were
 
     def add(self, states: list[RequestState]) -> None:
@@ -104,7 +104,7 @@ class OutputProcessor:
                 continue  # of a call that ended a moment ago, with another of its samples
             state, sample = found
             if isnan(raw + processed):  # neither is plus infinity
-                self._end_for_nan(state, sample, version)
+                self._end_for_nan(state, sample, version, masked=not isnan(raw))
                 continue
             seq.append(token, version, raw, processed, mass)
             if seq.kept is not None and left is not None:
@@ -278,15 +278,27 @@ class OutputProcessor:
             sample.end_answerless()
             self._close(state, sample)
 
-    def _end_for_nan(self, state: RequestState, sample: Sample, version: int) -> None:
-        if self._nan_version != version:  # a line for each version, not for each sample
-            self._nan_version = version
-            log.error(
-                "request %r: its logits are NaN under weight version %d; such samples end with "
-                'finish_reason "error"',
-                sample.sequence.request_id,
-                version,
-            )
+    def _end_for_nan(
+        self, state: RequestState, sample: Sample, version: int, masked: bool = False
+    ) -> None:
+        """``masked``: the model's own logits are numbers, and its settings have left none."""
+        name = sample.sequence.request_id
+        if self._nan_versions.get(masked) != version:  # one line of a version, not of each sample
+            self._nan_versions[masked] = version
+            if masked:
+                log.warning(
+                    "request %r: its allowed_token_ids, bad_words, min_tokens and "
+                    "structured_outputs leave no token to draw; such samples end with "
+                    'finish_reason "error"',
+                    name,
+                )
+            else:
+                log.error(
+                    "request %r: its logits are NaN under weight version %d; such samples end with "
+                    'finish_reason "error"',
+                    name,
+                    version,
+                )
         self._counters.nan_logits += 1
         sample.end_for_nan()
         self._close(state, sample)

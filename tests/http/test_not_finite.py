@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,16 +25,28 @@ GOOD_PROMPT = list(range(20, 45))
 SOME = SamplingParams(max_tokens=4, seed=1, logprobs=1)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncRollout]:
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "num_threads": 1,
+    "num_kv_blocks": 8,
+    "block_size": 16,
+    "max_model_len": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("tiny")
     write_tiny(path, "qwen3", tokenizer=True)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][BAD] = torch.nan
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    async with AsyncRollout(
-        str(path), device="cpu", num_threads=1, num_kv_blocks=8, block_size=16, max_model_len=64
-    ) as rollout:
+    return path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(spoilt: Path) -> AsyncIterator[AsyncRollout]:
+    async with AsyncRollout(spoilt, **SETTINGS) as rollout:
         yield rollout
 
 
@@ -76,6 +89,24 @@ async def test_filters_and_penalties_see_a_named_end_too(
         params = SamplingParams(temperature=temperature, max_tokens=3, **odd)
         [output] = await engine.generate([5, BAD], params)
         assert output.outputs[0].finish_reason == "error"
+
+
+async def test_the_log_tells_weights_that_give_nan_from_settings_that_leave_no_token(
+    spoilt: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line of each for a version: that of a request's own settings stands in for no other."""
+    nothing = SamplingParams(allowed_token_ids=[67], bad_words=["a"], temperature=0.0)
+    async with AsyncRollout(spoilt, **SETTINGS) as engine:
+        outputs = [await engine.generate(*one) for one in ((GOOD_PROMPT, nothing), ([BAD], SOME))]
+    ends = [(o.outputs[0].finish_reason, o.outputs[0].stop_reason) for [o] in outputs]
+    assert ends == [("error", "nan_logits")] * 2
+    said = [
+        (r.levelname, r.getMessage()) for r in caplog.records if r.name == "rollout.engine.output"
+    ]
+    [(first, of_settings), (second, of_weights)] = said
+    assert (first, second) == ("WARNING", "ERROR")
+    assert "its allowed_token_ids, bad_words, min_tokens" in of_settings
+    assert "its logits are NaN under weight version 0" in of_weights
 
 
 async def test_json_has_null_for_what_is_no_number(http: httpx.AsyncClient) -> None:
