@@ -69,6 +69,31 @@ async def test_openais_client_sends_an_image_whole_and_streamed(served, http):
             )
 
 
+async def test_a_response_sees_the_images_of_messages_and_of_tools(served, http):
+    engine, model = served
+    images = [picture(4), picture(5, 40, 17)]
+    shown = [{"type": "input_image", "image_url": uri(one), "detail": "auto"} for one in images]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Look"}, shown[0]]},
+        {"type": "function_call_output", "call_id": "a", "output": [shown[1]]},
+    ]
+    async with openai.AsyncOpenAI(
+        api_key="none", base_url="http://test/v1", http_client=http, max_retries=0
+    ) as client:
+        answer = await client.responses.create(
+            model="tiny", input=items, temperature=0, max_output_tokens=5
+        )
+    first, second = asked(images[0], text="")[0]["content"], asked(images[1], text="")[0]["content"]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Look"}, first[0]]},
+        {"role": "tool", "content": second[:1]},
+    ]
+    [output] = engine.chat(messages, SamplingParams(max_tokens=5, temperature=0))
+    check_greedy(model, output, images)
+    assert answer.output_text == output.outputs[0].text
+    assert answer.usage.input_tokens == len(output.prompt_token_ids)
+
+
 async def test_images_are_rendered_once_and_paired_with_tokens_afterwards(served, http):
     _, model = served
     image = picture(2)

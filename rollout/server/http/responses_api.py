@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses`` for text: a chat under other names. Nothing is stored."""
+"""OpenAI's ``/v1/responses``: a chat under other names. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _message(item: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> Any:
-    """Parts of texts as chats have them."""
+    """Parts as chats have them: of texts by another name, of images as they are."""
     if not isinstance(content, list):
         return content
     texts = ("input_text", "output_text", "text")
