@@ -144,6 +144,7 @@ class _Stream:
         problem = found if isinstance(found, Exception) else None
         self._closed = True
         self._call.cancel()
+        self._commands.put_nowait(None)  # else what sends them waits for more for ever
         for reader in self._calls.values():
             reader.end(self._error(problem))
         self._calls.clear()

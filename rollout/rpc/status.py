@@ -127,11 +127,15 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
             f"{address} does not know this call ({details}): it is no rollout service, or one of "
             "another version; check the address it printed as grpc="
         )
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in (details or ""):
-        return EngineOverloaded(f"{address}: {details}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if "larger than max" not in (details or ""):
+            return EngineOverloaded(f"{address}: {details}")
+        return InvalidRequest(
+            f"{address}: a message of this call is too large ({details}): make several calls of "
+            "it, or smaller images; what a service takes of one request is its --max-body-bytes"
+        )
     kinds: dict[Any, type[RolloutError]] = {
         grpc.StatusCode.CANCELLED: RequestAborted,
-        grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     }
     return kinds.get(code, EngineError)(f"{address}: {code.name}: {details}")

@@ -97,6 +97,21 @@ def test_a_stream_of_an_interval_brings_fewer_outputs_and_the_same_last(engine, 
         assert replace(other, request_id=last.request_id) == last
 
 
+def test_a_request_that_is_too_large_is_refused_with_a_remedy_and_leaves_no_task(engine):
+    async def work(client):
+        await streamed(client, [1, 2], ASKED[0])
+        before = asyncio.all_tasks()
+        with pytest.raises(InvalidRequest, match=r"larger than max .* its --max-body-bytes"):
+            await streamed(client, "a" * (65 << 20), ASKED[0])
+        for _ in range(500):
+            if asyncio.all_tasks() <= before:
+                return True
+            await asyncio.sleep(0.01)
+        return asyncio.all_tasks() - before
+
+    assert course(engine.address, work) is True
+
+
 def test_calls_of_one_moment_share_a_stream_which_ends_with_the_last(engine):
     async def work(client):
         opened, method = [], client.backend._multiplexed
