@@ -351,6 +351,9 @@ def test_alternatives_are_of_the_distribution_that_is_asked_for(mode):
     assert list(found) == expected.indices.tolist()
     assert list(found.values()) == pytest.approx(values.tolist(), abs=1e-5)
     token, value = int(out.tokens[1]), float(out.processed[1])
+    beside = out.top(1, 0, mode)  # of the token alone
+    assert list(beside) == [token]
+    assert torch.tensor(beside[token]).item() == beside[token]
     assert found[token] == pytest.approx(
         value + (float(out.log_kept_mass[1]) if mode == "tempered" else 0.0), abs=1e-6
     )

@@ -118,8 +118,8 @@ class SamplerOutput:
             own = float(self.raw[row])
         else:  # one of several that tie is drawn, too
             found = {token: p for token, p in found.items() if p > float("-inf")}
-            own = float(self.processed[row])
-            own += float(self.log_kept_mass[row]) if mode == "tempered" else 0.0
+            kept = self.log_kept_mass[row] if mode == "tempered" else 0.0
+            own = float(self.processed[row] + kept)  # a float32, as on every wire
         found.setdefault(int(self.tokens[row]), own)
         return found
 
