@@ -66,7 +66,8 @@ class SampleSnapshot:
         seq = self.sequence
         if seq.experts is None:
             return None
-        return seq.experts.array(seq.prompt_len + self.count - seq.draws)  # not of the last token
+        known = seq.prompt_len + self.count + (seq.target is not None)
+        return seq.experts.array(known - 1)  # not of the last token
 
 
 @dataclass(slots=True)

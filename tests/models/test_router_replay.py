@@ -209,6 +209,14 @@ def test_every_kind_of_mixture_tells_and_takes_experts(tmp_path, arch):
         assert gap(scores(engine, ids, replace(SCORED, routed_experts=other)), plain) > 0.1
 
 
+def test_the_last_token_has_no_row_where_nothing_is_drawn(trainer, engine):
+    """Also where it is computed: for its hidden state, or as it is the only one."""
+    for ids in (PROMPTS[0], [7]):
+        for wanted in ({"prompt_logprobs": 0}, {"hidden_state": True}):
+            params = replace(WANTED, n=1, max_tokens=0, **wanted)
+            assert_as_chosen(trainer[1], engine.generate([ids], params))
+
+
 def test_what_was_told_stays_out_of_the_prefix_cache(engine):
     ids = [250, *PROMPTS[0]]
     told = np.zeros((len(ids), 2, 2), np.uint8) + np.array([4, 5], np.uint8)
