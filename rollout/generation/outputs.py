@@ -67,7 +67,9 @@ class Completion:
     "nan_logits" (the weights, or this request's settings, gave logits that are not numbers; the
     tokens up to there are good).
     ``weight_versions``: spans over output tokens, the weights whose forward gave the logits.
-    ``kv_spans``: spans over all positions (prompt and output), the weights that computed the KV.
+    ``kv_spans``: spans over all positions (prompt and output), the weights that computed the KV; of
+    a sample that was preempted, or whose KV was computed again for another reason, the last time:
+    tokens before that were drawn from KV that may have been of an older version.
     ``staleness``: how many versions its oldest token was behind the live one when this was made.
     ``routed_experts``: where asked for, [tokens, layers with experts, experts of a token] of uint8
     (int16 above 256 experts), of the prompt and then the output, from position
