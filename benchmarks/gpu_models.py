@@ -28,7 +28,7 @@ from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
-from rollout.engine.worker.draw_graphs import capture
+from rollout.engine.worker.draw_graphs import CapturePool, capture
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances
@@ -85,7 +85,7 @@ def measure_replay(run: Callable[[], object], rounds: int = 10) -> float:
     """As ``measure``, of replays of a graph that holds the call: its kernels and their gaps."""
     if not CUDA:
         return measure(run, rounds)
-    graph, _ = capture(run, torch.cuda.graph_pool_handle())
+    graph, _ = capture(run, CapturePool(DEVICE))
     return measure(graph.replay, rounds)
 
 
@@ -200,8 +200,7 @@ class Model:
         inputs = PrefillInputs(*shape, prompt.block_tables.shape[1], DEVICE)
         graphs = None
         if CUDA:
-            pool = torch.cuda.graph_pool_handle()
-            graphs = PrefillGraphs(self._states, [shape], inputs, pool, DEVICE)
+            graphs = PrefillGraphs(self._states, [shape], inputs, CapturePool(DEVICE), DEVICE)
 
         def replayed() -> Tensor:
             if graphs is not None:

@@ -19,7 +19,7 @@ from rollout.config import EngineConfig
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
-from rollout.engine.worker.draw_graphs import DrawGraphs, capture
+from rollout.engine.worker.draw_graphs import CapturePool, DrawGraphs, capture
 from rollout.errors import ConfigError
 from rollout.models.forward import ForwardBatch
 
@@ -76,6 +76,7 @@ class DecodeGraphs:
     sequence has. ``beside``: another
     set, never replayed at the same time, whose inputs and memory this one shares. ``draws``: what
     ``FusedSampler`` does with the logits, too; the attribute is None where that could not be.
+    ``stream``: that of sets before, which were dropped.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class DecodeGraphs:
         beside: DecodeGraphs | None = None,
         draws: bool = False,
         groups: int = 1,
+        stream: Any = None,
     ) -> None:
         self.device = device
         self.inputs: DecodeInputs = (
             beside.inputs if beside else DecodeInputs(max(sizes), max_blocks, device, groups)
         )
-        self.pool: Any = beside.pool if beside else torch.cuda.graph_pool_handle()
+        self.pool: CapturePool = beside.pool if beside else CapturePool(device, stream)
         self._captured: dict[int, tuple[Any, Tensor]] = {}  # by size: a graph, and its logits
         with torch.cuda.device(device):
             # The largest first: the smaller ones find room in the memory that it took.

@@ -20,10 +20,23 @@ _WARM_UPS = 2  # runs before a capture: kernels compile, libraries allocate thei
 T = TypeVar("T")
 
 
-def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
+class CapturePool:
+    """Memory of graphs that are never replayed at the same time, and the stream that they are
+    captured on, ``stream`` where one is there already.
+
+    One for all: torch finds room in what earlier captures took only where they were on the same
+    stream, and a library's workspace, once made for a stream, stays.
+    """
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        # Of high priority, which kernels keep in every replay: an update's copies give way.
+        self.stream = _cuda.Stream(device, priority=-1) if stream is None else stream
+
+
+def capture(run: Callable[[], T], pool: CapturePool) -> tuple[Any, T]:
     """A graph of what ``run`` does, and what it gave: memory that every replay writes."""
-    # Of high priority, which its kernels keep in every replay: an update's copies give way.
-    side = _cuda.Stream(priority=-1)
+    side = pool.stream
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(_WARM_UPS):
@@ -32,10 +45,11 @@ def capture(run: Callable[[], T], pool: Any) -> tuple[Any, T]:
     graph = torch.cuda.CUDAGraph()
     try:
         # Thread-local: NCCL's watchdog and the staging thread may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=pool.handle, stream=side, capture_error_mode=mode):
             found = run()
     except BaseException:
-        _free_for_captures(pool)
+        _free_for_captures(pool.handle)
         raise
     return graph, found
 
@@ -61,7 +75,9 @@ class DrawGraphs:
     ``logits``: [size, vocabulary] by size, written by each replay of the pass before.
     """
 
-    def __init__(self, logits: Mapping[int, Tensor], inputs: DecodeInputs, pool: Any) -> None:
+    def __init__(
+        self, logits: Mapping[int, Tensor], inputs: DecodeInputs, pool: CapturePool
+    ) -> None:
         device = next(iter(logits.values())).device
         self._inputs = inputs
         self._given = torch.full((inputs.rows,), -1, dtype=torch.int64, device=device)

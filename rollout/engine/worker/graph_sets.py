@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from rollout.engine.worker.cuda_graphs import (
     padded_sizes,
     wants_graphs,
 )
+from rollout.engine.worker.draw_graphs import CapturePool
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances
@@ -52,6 +54,7 @@ class GraphSets:
         self._vocab, self._ranks = arch.vocab_size, model.tp.size
         self._decode: dict[Model, DecodeGraphs] = {}
         self._prefill: dict[Model, PrefillGraphs] = {}
+        self._stream: Any = None  # on which all are captured, also after a sleep
 
     def __contains__(self, model: Model) -> bool:
         return model in self._decode
@@ -129,13 +132,17 @@ class GraphSets:
             next(iter(self._decode.values()), None),
             draws=self._draws,
             groups=max(len(groups), 1),
+            stream=self._stream,
         )
+        self._stream = graphs.pool.stream
         self._draws = graphs.draws is not None  # else it would fail again
         self._decode[model] = graphs
         if self._shapes:
             self._capture_prompts(model, kv, max_blocks, graphs.pool)
 
-    def _capture_prompts(self, model: Model, kv: KVCache, max_blocks: int, pool: object) -> None:
+    def _capture_prompts(
+        self, model: Model, kv: KVCache, max_blocks: int, pool: CapturePool
+    ) -> None:
         pages, experts, own = kv.layers, kv.experts, model.policy
         assert isinstance(own, CausalLM)
         beside = next(iter(self._prefill.values()), None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engine.worker.draw_graphs import capture
+from rollout.engine.worker.draw_graphs import CapturePool, capture
 from rollout.engine.worker.prefill_inputs import PrefillInputs, PrefillShape
 from rollout.kernels.paged_attention import has_few_queries
 from rollout.models.forward import ForwardBatch
@@ -29,7 +29,7 @@ class PrefillGraphs:
         states: Callable[[ForwardBatch], Tensor],
         shapes: Iterable[PrefillShape],
         inputs: PrefillInputs,
-        pool: Any,
+        pool: CapturePool,
         device: torch.device,
     ) -> None:
         self.inputs = inputs

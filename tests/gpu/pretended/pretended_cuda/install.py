@@ -26,7 +26,7 @@ from pretended_cuda.card import (
     set_device,
 )
 from pretended_cuda.sharing import Nccl, Runtime
-from pretended_cuda.timeline import Event, Graph, Stream, capture, pinned, record, wait
+from pretended_cuda.timeline import Event, Graph, Pool, Stream, capture, pinned, record, wait
 
 MEMORY = 4 << 30
 CARDS = 2
@@ -149,7 +149,7 @@ def install() -> None:
         "device": lambda _: nullcontext(),
         "CUDAGraph": Graph,
         "graph": capture,
-        "graph_pool_handle": object,
+        "graph_pool_handle": Pool,
     }
     for name, value in said.items():
         setattr(torch.cuda, name, value)

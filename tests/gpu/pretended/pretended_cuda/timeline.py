@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 _state = threading.local()
 _late: list[Callable[[], Any]] = []
 _waits = threading.RLock()  # who waits beside another thread goes on when all has been done
+_pools: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # their streams
 _pinned: list[Tensor] = []  # kept: no other tensor may get their addresses
 
 
@@ -85,13 +87,19 @@ class Graph:
 
 
 @contextmanager
-def capture(graph: Graph, **_: Any) -> Iterator[None]:
+def capture(graph: Graph, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
     assert getattr(_state, "graph", None) is None
+    # On another stream torch finds no room in what the captures before took.
+    assert _pools.setdefault(pool or graph, stream) is stream, "a pool is for one stream"
     _state.graph = graph
     try:
         yield
     finally:
         _state.graph = None
+
+
+class Pool:
+    """Memory of graphs."""
 
 
 class Stream:
