@@ -14,7 +14,11 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
+import torch
+
+T = TypeVar("T")
 _EXIT_WAIT = 0.5  # seconds that the end of the program waits for such a thread
 _END_LIMIT = 30  # seconds for the interpreter to end while one is left
 
@@ -58,6 +62,22 @@ class NativeThread(threading.Thread):
         self.join(_EXIT_WAIT)
         if self.is_alive():
             hang_instead_of_terminate()
+
+
+def on_this_stream(work: Callable[[], T]) -> Callable[[], T]:
+    """``work`` for another thread, on the GPU and the stream that this one works on: any thread
+    begins on the first GPU's default stream, which waits for nothing that was asked of others.
+    """
+    cuda = torch.cuda  # parts of it have no types
+    if not cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return work
+    stream = cuda.current_stream()
+
+    def run() -> T:
+        with cuda.stream(stream):
+            return work()
+
+    return run
 
 
 def hang_instead_of_terminate() -> None:

@@ -537,6 +537,34 @@ def test_an_update_on_the_engines_own_device_reads_the_tensors_where_they_lie(
         assert not engine.check_weights(trained).differing
 
 
+@pytest.mark.parametrize("transport", ["inline", "ipc"])
+def test_an_update_sends_what_the_stream_that_asks_for_it_will_have_written(
+    tiny_qwen3: Path, trained: Any, transport: str
+) -> None:
+    """As anything of torch does, though threads of its own take part."""
+    held = {name: x.detach().cuda() / 2 for name, x in trained.state_dict().items()}
+    if transport == "ipc":  # packed, as half of it could not be mapped
+        held = {name: x.mT.contiguous().mT if x.dim() > 1 else x for name, x in held.items()}
+    stream = torch.cuda.Stream()
+
+    def train() -> None:
+        for value in held.values():
+            value.mul_(2)
+
+    where = {"executor": "multiprocess"} if transport == "ipc" else {}
+    with card_engine(tiny_qwen3, cuda_graphs="off", **where) as engine:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            if PRETENDED:
+                stream.do_late(train)  # type: ignore[attr-defined]
+            else:
+                torch.cuda._sleep(1 << 30)  # half a second, in which the call has begun
+                train()
+            receipt = engine.update_weights(held, transport=transport)
+        assert receipt.transport == transport
+        assert not engine.check_weights(trained).differing
+
+
 def test_the_first_update_finds_what_it_reads_back_planned(
     tiny_qwen3: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

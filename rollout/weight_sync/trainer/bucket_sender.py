@@ -6,15 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rollout.distributed.native_thread import NativeThread
+from rollout.distributed.native_thread import NativeThread, on_this_stream
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker, InPlaceHeaders
 from rollout.weight_sync.protocol.channel import WeightChannel
@@ -299,16 +298,8 @@ class BucketSender:
             self._channel.seal(Seal(num_buckets=count, digests={}))
 
     def _later(self, task: Callable[[], None]) -> None:
-        """Run ``task`` beside this thread, on the device's stream that this thread packs on."""
-        stream: AbstractContextManager[Any] = nullcontext()
-        if self._packer.device.type == "cuda":
-            stream = torch.cuda.stream(torch.cuda.current_stream())
-
-        def run() -> None:
-            with stream:
-                task()
-
-        self._worker.do(run)
+        """Run ``task`` beside this thread, on the stream on which it has been given the weights."""
+        self._worker.do(on_this_stream(task))
 
     def _ship(self, header: BucketHeader, payload: Tensor) -> None:
         """Digest what a bucket holds of whole tensors, before others can reach it, and send it."""

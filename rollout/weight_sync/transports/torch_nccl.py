@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.distributed.native_thread import NativeThread
+from rollout.distributed.native_thread import NativeThread, on_this_stream
 from rollout.errors import DeadlineExceeded, TransferFailed
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 
@@ -63,7 +63,8 @@ class TorchNcclMember:
                 failed.append(error)
 
         # Forming the communicator has no deadline of its own: the thread is left behind at ours.
-        thread = NativeThread("rollout-nccl-receive", run)
+        # On the stream of this one: steps must not wait for a broadcast.
+        thread = NativeThread("rollout-nccl-receive", on_this_stream(run))
         thread.start()
         deadline = time.monotonic() + timeout
         while thread.is_alive():

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.distributed.native_thread import NativeThread
+from rollout.distributed.native_thread import NativeThread, on_this_stream
 from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 
@@ -60,6 +60,9 @@ class NcclMember:
                             ctypes.byref(self._comm), group.size, uid, self._rank
                         )
                     )
+                    if self._closed.is_set():  # meanwhile, when there was nothing to abort yet
+                        self._nccl.ncclCommAbort(self._comm)
+                        return
                     ones = torch.zeros(1, device=self._device)
                     self._launch("ncclAllReduce", ones, _FLOAT32, _SUM)
                     torch.cuda.current_stream().synchronize()
@@ -69,8 +72,9 @@ class NcclMember:
         self._store = dist.TCPStore(
             group.host, group.port, group.size, is_master=False, timeout=timedelta(seconds=timeout)
         )
-        # NCCL's own rendezvous has no deadline: this thread is left behind at ours.
-        thread = NativeThread("rollout-nccl-join", run)
+        # NCCL's own rendezvous has no deadline: this thread is left behind at ours. On the stream
+        # of this one: steps must not wait for the trainer.
+        thread = NativeThread("rollout-nccl-join", on_this_stream(run))
         thread.start()
         deadline = time.monotonic() + timeout
         while thread.is_alive():

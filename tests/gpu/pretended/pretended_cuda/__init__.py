@@ -7,7 +7,8 @@ device memory, and anything that waits for the device while a graph is captured.
 operations with the memory that they were given, and a replay runs them on that memory, so an
 address that has moved gives stale values, as on a card. A copy that need not be waited for arrives
 when somebody waits: until then host memory holds what is wrong, and pinned memory that is read must
-not change. Streams are in order with everything else: what is missing between them does not show.
+not change. A thread has a current stream of its own, but streams are in order with everything else,
+unless a test has one do something late: what is missing between them does not show.
 
 ``sitecustomize.py`` beside this package installs it in every process that has their folder on its
 path.

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pretended_cuda.segments import in_segment
-from pretended_cuda.timeline import copy_later, is_pinned, read_later, record, wait
+from pretended_cuda.timeline import (
+    copy_later,
+    current_stream,
+    is_pinned,
+    read_later,
+    record,
+    wait,
+)
 
 DEVICE = torch.device("cuda", 0)  # the process's own: ``set_device`` sets it
 #: take indices on the host as well as on the device
@@ -107,6 +114,7 @@ def _attribute(func: Any, name: str, args: tuple[Any, ...]) -> Any:
 
 def moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``to``, ``cpu`` and ``cuda`` of a tensor anywhere."""
+    current_stream().catch_up()
     source, rest = args[0], [*args[1:], *kwargs.values()]
     target = {"cpu": torch.device("cpu"), "cuda": DEVICE}.get(name)
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), None)
@@ -141,6 +149,7 @@ def _fresh(plain: Tensor, dtype: torch.dtype, *, on_card: bool) -> Tensor:
 
 
 def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    current_stream().catch_up()
     a, b = (x.inner if isinstance(x, Card) else x for x in (target, source))
     if not isinstance(target, Card):
         if non_blocking and is_pinned(a):

@@ -26,7 +26,18 @@ from pretended_cuda.card import (
     set_device,
 )
 from pretended_cuda.sharing import Nccl, Runtime
-from pretended_cuda.timeline import Event, Graph, Pool, Stream, capture, pinned, record, wait
+from pretended_cuda.timeline import (
+    Event,
+    Graph,
+    Pool,
+    Stream,
+    capture,
+    current_stream,
+    on_stream,
+    pinned,
+    record,
+    synchronize,
+)
 
 MEMORY = 4 << 30
 CARDS = 2
@@ -103,6 +114,7 @@ def _launch_on_cards() -> None:
             launch(*args, **kwargs)
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        current_stream().catch_up()
         strange = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Card)]
         assert not strange, "a kernel was given a tensor of the host"
         run = functools.partial(one_by_one, self, *plain_of(args), **plain_of(kwargs))
@@ -126,9 +138,6 @@ def install() -> None:
         found = {"name": "pretended", "uuid": f"{UUID}{index}", "multi_processor_count": 2}
         return SimpleNamespace(**found, total_memory=MEMORY, major=9, minor=0)
 
-    def synchronize(*_: Any) -> None:
-        wait("synchronize")
-
     said: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: CARDS,
@@ -144,8 +153,10 @@ def install() -> None:
         "synchronize": synchronize,
         "Stream": Stream,
         "Event": Event,
-        "current_stream": lambda *_: Stream(),
-        "stream": lambda _: nullcontext(),
+        "is_initialized": lambda: True,
+        "manual_seed_all": lambda _: None,
+        "current_stream": current_stream,
+        "stream": on_stream,
         "device": lambda _: nullcontext(),
         "CUDAGraph": Graph,
         "graph": capture,

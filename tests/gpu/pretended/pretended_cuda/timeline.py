@@ -103,26 +103,42 @@ class Pool:
 
 
 class Stream:
-    """All of them are one."""
+    """In order with everything else, but for what a test has it ``do_late``: when it is asked for
+    another copy or kernel, or somebody waits for it.
+    """
 
     cuda_stream = 0
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._late: list[Callable[[], Any]] = []
 
-    def wait_stream(self, _: Any) -> None: ...
+    def do_late(self, work: Callable[[], Any]) -> None:
+        self._late.append(work)
+        _streams.append(self)
 
-    def wait_event(self, _: Any) -> None: ...
+    def catch_up(self) -> None:
+        while self._late:
+            self._late.pop(0)()
+
+    def wait_stream(self, other: Stream) -> None:
+        other.catch_up()
+
+    def wait_event(self, event: Event) -> None:
+        event.stream.catch_up()
 
     def synchronize(self) -> None:
+        self.catch_up()
         wait("synchronize")
 
 
 class Event:
-    """Waiting for any waits for everything."""
+    """Waiting for any waits for everything of its stream."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.stream = _default
 
-    def record(self, *_: Any) -> None: ...
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or current_stream()
 
     def query(self) -> bool:
         return True
@@ -131,7 +147,32 @@ class Event:
         return 1.0
 
     def synchronize(self) -> None:
-        wait("synchronize")
+        self.stream.synchronize()
+
+
+_default = Stream()
+_streams: list[Stream] = []  # that are to do something late
+
+
+def current_stream(*_: Any) -> Stream:
+    """The calling thread's, as on a card."""
+    return getattr(_state, "stream", _default)
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    before = current_stream()
+    _state.stream = stream
+    try:
+        yield
+    finally:
+        _state.stream = before
+
+
+def synchronize(*_: Any) -> None:
+    while _streams:
+        _streams.pop(0).catch_up()
+    wait("synchronize")
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
