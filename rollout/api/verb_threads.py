@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from rollout.distributed.native_thread import on_this_stream
 from rollout.errors import EngineClosed, EngineOverloaded
 
 MOST = 64  # verbs that may wait at once: the ranks of a large trainer, each with one
@@ -16,8 +17,9 @@ T = TypeVar("T")
 class VerbThreads:
     """Runs blocking verbs (updates, rollbacks, digests), each in a thread, for one event loop.
 
-    Begun, a verb runs to its end even when who awaits it is cancelled. A verb that would find no
-    thread is refused: it could not end before those it waits behind, perhaps for itself.
+    A verb works on the GPU and the stream of who awaits it. Begun, it runs to its end even when
+    that one is cancelled. A verb that would find no thread is refused: it could not end before
+    those it waits behind, perhaps for itself.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,8 @@ class VerbThreads:
                 f"{self._busy} verbs about weights wait here already; try again when one has ended"
             )
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._pool, verb)
+            call = on_this_stream(verb)
+            running = asyncio.get_running_loop().run_in_executor(self._pool, call)
         except RuntimeError:
             raise EngineClosed("this rollout was shut down; make a new one") from None
         self._busy += 1

@@ -30,6 +30,10 @@ SPECIAL = SamplingParams(
 
 
 def card_engine(path: Path, **settings: Any) -> Rollout:
+    return Rollout(str(path), **card_settings(**settings))
+
+
+def card_settings(**settings: Any) -> dict[str, Any]:
     if PRETENDED:
         _freeze()
     options = {
@@ -40,7 +44,7 @@ def card_engine(path: Path, **settings: Any) -> Rollout:
         "cuda_graph_sizes": (4,),
         "cuda_graph_prefill": 0 if PRETENDED else 512,
     }
-    return Rollout(str(path), **{"dtype": "float32", "device": "cuda", **options, **settings})
+    return {"dtype": "float32", "device": "cuda", **options, **settings}
 
 
 @cache

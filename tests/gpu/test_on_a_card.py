@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,13 @@ from card_engines import (
     PROMPTS,
     SPECIAL,
     card_engine,
+    card_settings,
     greedy_tokens,
     plain_model,
 )
 from tiny_models import write_tiny
 
-from rollout import Rollout, SamplingParams
+from rollout import AsyncRollout, Rollout, SamplingParams
 from rollout.engine.sampling.fused_sampler import has_filters
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker import draw_graphs, weight_instances
@@ -35,6 +39,7 @@ from rollout.loader.dummy import DummyFiles
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.delta import decode
 from rollout.weight_sync.protocol.messages import BucketEntry, WeightInfo
+from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
 from rollout.weights import Box, TensorMeta
 
@@ -61,6 +66,7 @@ with Rollout.connect(sys.argv[1]) as engine:
 DIE = """
 import os, signal, sys, threading, time
 import safetensors.torch, rollout.api.sync_rollout
+from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
 announce = CudaIpcSender.in_place
 def die(self, channel, header, regions):
@@ -545,24 +551,46 @@ def test_an_update_sends_what_the_stream_that_asks_for_it_will_have_written(
     held = {name: x.detach().cuda() / 2 for name, x in trained.state_dict().items()}
     if transport == "ipc":  # packed, as half of it could not be mapped
         held = {name: x.mT.contiguous().mT if x.dim() > 1 else x for name, x in held.items()}
+    where = {"executor": "multiprocess"} if transport == "ipc" else {}
+    with card_engine(tiny_qwen3, cuda_graphs="off", **where) as engine:
+        with _trained_late(held):
+            receipt = engine.update_weights(held, transport=transport)
+        assert receipt.transport == transport
+        assert not engine.check_weights(trained).differing
+
+
+def test_an_awaited_update_sends_what_its_stream_will_have_written(
+    tiny_qwen3: Path, trained: Any
+) -> None:
+    held = {name: x.detach().cuda() / 2 for name, x in trained.state_dict().items()}
+
+    async def update() -> WeightReport:
+        settings = card_settings(cuda_graphs="off")
+        async with AsyncRollout(str(tiny_qwen3), **settings) as engine:
+            with _trained_late(held):
+                await engine.update_weights(held)
+            return await engine.check_weights(trained)
+
+    assert not asyncio.run(update()).differing
+
+
+@contextmanager
+def _trained_late(held: dict[str, torch.Tensor]) -> Iterator[None]:
+    """On a stream that has twice those values in half a second."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
 
     def train() -> None:
         for value in held.values():
             value.mul_(2)
 
-    where = {"executor": "multiprocess"} if transport == "ipc" else {}
-    with card_engine(tiny_qwen3, cuda_graphs="off", **where) as engine:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            if PRETENDED:
-                stream.do_late(train)  # type: ignore[attr-defined]
-            else:
-                torch.cuda._sleep(1 << 30)  # half a second, in which the call has begun
-                train()
-            receipt = engine.update_weights(held, transport=transport)
-        assert receipt.transport == transport
-        assert not engine.check_weights(trained).differing
+    with torch.cuda.stream(stream):
+        if PRETENDED:
+            stream.do_late(train)  # type: ignore[attr-defined]
+        else:
+            torch.cuda._sleep(1 << 30)
+            train()
+        yield
 
 
 def test_the_first_update_finds_what_it_reads_back_planned(
