@@ -303,10 +303,14 @@ class ColocatedRollout:
                     f"rank {rank} passed other settings to from_ranks than rank {self.ranks[0]} "
                     f"({keys}); they must be the same on every rank"
                 )
-        executor = None
+        executor: Any = None
         if len(self.ranks) > 1:
             one_host = said[0]["host"] != "" and all(s["host"] == said[0]["host"] for s in said)
             executor = self._hosted(one_host)
+        elif (device := _own_gpu(config)) is not None:
+            from rollout.engine.executors.inline import InlineExecutor
+
+            executor = InlineExecutor(config, device)
 
         def load() -> None:
             self.engine = over(lambda: AsyncRollout.over(EmbeddedBackend(config, executor)))
@@ -321,11 +325,7 @@ class ColocatedRollout:
         """This process's rank of the engine; on the first rank the way to all of them, too."""
         from rollout.engine.executors.external import ExternalExecutor, RankHost
 
-        device = choose_device(self.config.device)
-        if device.type == "cuda":
-            import torch
-
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = _own_gpu(self.config)
         links = meet(self._me, self.ranks, time.monotonic() + self._meet_timeout)
         if self._me:
             self._host = RankHost(links[0], device)
@@ -390,6 +390,15 @@ def _ranks_of(group: Any) -> tuple[tuple[int, ...], int]:
             "call it on those alone"
         )
     return ranks, ranks.index(here)
+
+
+def _own_gpu(config: EngineConfig) -> Any:
+    """The GPU that this process has set, where the engine is to run on GPUs; else None."""
+    if choose_device(config.device).type != "cuda":
+        return None
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _plain_params(params: Any) -> Any:

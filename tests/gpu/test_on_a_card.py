@@ -415,6 +415,24 @@ def test_two_ranks_give_what_one_gives(tiny_qwen3: Path, trained: Any) -> None:
         assert greedy_tokens(two) == after
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+def test_a_process_of_a_job_that_is_an_engine_of_its_own_runs_it_on_its_own_card(
+    tiny_qwen3: Path, trained: Any
+) -> None:
+    with card_engine(tiny_qwen3) as first:
+        wanted = greedy_tokens(first)
+    torch.cuda.set_device(1)
+    try:
+        with Rollout.from_ranks(str(tiny_qwen3), **card_settings()) as ranks:
+            assert ranks.engine._async.backend.core.rank_info[0]["device"] == "cuda:1"
+            assert [out.outputs[0].token_ids for out in ranks.generate(PROMPTS, GREEDY)] == wanted
+            held = {name: x.detach().cuda() for name, x in trained.state_dict().items()}
+            receipt = ranks.update_weights(held)
+            assert receipt.details["read_in_place"] == f"{receipt.num_tensors} tensors"
+    finally:
+        torch.cuda.set_device(0)
+
+
 def test_sleep_gives_the_device_its_memory_back(tiny_qwen3: Path) -> None:
     with card_engine(tiny_qwen3, kv_cache_bytes=1 << 30) as engine:
         greedy_tokens(engine)

@@ -33,7 +33,8 @@ class InlineExecutor:
     runs_here = True
     one_host = True
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
+        """``device``: the GPU of a process that is one of several; None: the first it sees."""
         if config.tensor_parallel_size != 1:
             raise ConfigError(
                 "the inline executor runs one rank; use executor='multiprocess' for "
@@ -41,7 +42,7 @@ class InlineExecutor:
             )
         self.on_death: Callable[[WorkerDied], None] | None = None
         self._config = config
-        worker = Worker(config, TensorParallel())
+        worker = Worker(config, TensorParallel(), device=device)
         self._worker: Worker | None = worker
         self._staging = JobThread("rollout-staging")
         ahead = config.runs_ahead(worker.device.type)

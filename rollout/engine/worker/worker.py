@@ -112,6 +112,12 @@ class Worker:
 
         Either raises whatever it raises. Replies may be asked for in any thread, in this order.
         """
+        if self.device.type != "cuda":
+            return self._begun(method, args, tensors)
+        with torch.cuda.device(self.device):
+            return self._begun(method, args, tensors)
+
+    def _begun(self, method: str, args: Args, tensors: Tensors) -> Callable[[], Reply]:
         if method == "step":
             pinned = args["version"] == self._before  # else by what is live, and the reply says so
             version = self.version if self._before is None or not pinned else self._before
@@ -131,7 +137,7 @@ class Worker:
         if self._stream is None:
             cuda: Any = torch.cuda  # parts of it have no types
             self._stream = cuda.Stream(self.device)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             try:
                 return run(args, tensors)
             finally:
