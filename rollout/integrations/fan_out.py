@@ -6,12 +6,14 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from rollout.api import AsyncRollout, Rollout
 from rollout.config import DEFAULT_TIMEOUT
+from rollout.distributed.native_thread import on_this_stream
 from rollout.errors import WeightError
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.channel import WeightChannel
@@ -144,7 +146,8 @@ class _Lane:
 
     def start(self, options: Mapping[str, Any]) -> None:
         name = f"rollout-update-{self.address}"
-        self.thread = threading.Thread(target=self._run, args=(options,), name=name, daemon=True)
+        run = on_this_stream(partial(self._run, options))
+        self.thread = threading.Thread(target=run, name=name, daemon=True)
         self.thread.start()
 
     def put(self, item: _Next) -> bool:

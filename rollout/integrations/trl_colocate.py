@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from rollout.api import Rollout
 from rollout.config import DEFAULT_TIMEOUT
+from rollout.distributed.native_thread import on_this_stream
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import Completion, RequestOutput, SamplingParams
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -136,9 +138,8 @@ class _Update:
         self._taken = threading.Semaphore(0)
         self._receipt: UpdateReceipt | None = None
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(rollout,), name="rollout-pushed-update", daemon=True
-        )
+        run = on_this_stream(partial(self._run, rollout))
+        self._thread = threading.Thread(target=run, name="rollout-pushed-update", daemon=True)
         self._thread.start()
 
     def push(self, item: Item) -> None:

@@ -34,6 +34,7 @@ from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import DrawGraphs
 from rollout.errors import ChecksumMismatch
+from rollout.integrations.fan_out import FanOut
 from rollout.kernels import copy_regions, digest_regions, gpu_launch
 from rollout.loader.dummy import DummyFiles
 from rollout.weight_sync.protocol.committed import Committed
@@ -590,6 +591,22 @@ def test_an_awaited_update_sends_what_its_stream_will_have_written(
             return await engine.check_weights(trained)
 
     assert not asyncio.run(update()).differing
+
+
+def test_an_update_of_several_engines_sends_what_its_stream_will_have_written(
+    tiny_qwen3: Path, trained: Any
+) -> None:
+    held = {name: x.detach().cuda() / 2 for name, x in trained.state_dict().items()}
+    plain = {"cuda_graphs": "off"}
+    with card_engine(tiny_qwen3, **plain) as one, card_engine(tiny_qwen3, **plain) as other:
+        fan_out = FanOut({one.address: None, other.address: None})
+        try:
+            with _trained_late(held):
+                fan_out.update(iter(held.items()))
+        finally:
+            fan_out.close()
+        for engine in (one, other):
+            assert not engine.check_weights(trained).differing
 
 
 @contextmanager
