@@ -3,7 +3,8 @@
 Run as a script, ``compile_ahead.py SHARE SHARES``, without TRITON_INTERPRET; prints one JSON line
 for each kernel of its share: name, memory in bytes, and what went wrong. What the
 interpreter hides shows here: types, layouts, memory. (Triton hangs when two threads compile: shares
-are processes.)
+are processes.) ``compile_ahead.py batches`` compiles nothing, and prints what kernels would be
+compiled for in steps of several batches.
 """
 
 from __future__ import annotations
@@ -202,32 +203,58 @@ def _experts() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "fused_experts", lambda args=args: kernel("fused_experts")(*args)
 
 
-def compile_launch(launch: Launch) -> Any:
-    """The compiled kernel, specialised as a launch with these arguments would be."""
+def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """What a launch with these arguments is compiled for: types, constants, what 16 divides."""
     names = launch.kernel.arg_names
     signature: dict[str, str] = {}
     constants = dict(launch.constants)
     attributes: dict[tuple[int, ...], Any] = {}
     for index, value in enumerate(launch.arguments):
         name, even = names[index], False
+        any_number = launch.kernel.params[index].do_not_specialize
         if isinstance(value, Tensor):
             signature[name], even = _TYPES[value.dtype], value.data_ptr() % 16 == 0
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif value == 1:
+        elif value == 1 and not any_number:
             constants[name] = 1
         else:
-            signature[name], even = "i32" if value < 2**31 else "i64", value % 16 == 0
+            signature[name] = "i32" if value < 2**31 else "i64"
+            even = value % 16 == 0 and not any_number
         if even:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    signature = {name: signature.get(name, "constexpr") for name in names}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return {name: signature.get(name, "constexpr") for name in names}, constants, attributes
+
+
+def compile_launch(launch: Launch) -> Any:
+    """The compiled kernel, specialised as a launch with these arguments would be."""
+    source = ASTSource(launch.kernel, *specialised(launch))
     options = {
         "num_warps": launch.warps,
         "num_stages": launch.stages,
         "enable_fp_fusion": launch.contract,
     }
     return triton.compile(source, target=TARGET, options=options)
+
+
+def batches() -> Iterator[tuple[int, list[Launch]]]:
+    """What a layer launches for prompts of some batches: one and more, of round numbers or not."""
+    kv, x, weight = (torch.zeros(9, 8, 32, 128, dtype=BF16), *torch.zeros(2, 1, 4096, dtype=BF16))
+    index = torch.zeros(9, 1, 32, 128, dtype=BF16)
+    for tokens, sequences, width in ((2000, 1, 1), (2000, 16, 160), (1999, 3, 129), (64, 64, 16)):
+        starts = torch.linspace(0, tokens, sequences + 1).int()
+        lengths = torch.full((sequences,), 32, dtype=torch.int32)
+        table = torch.zeros(sequences, width, dtype=torch.int32)
+        q, rows = torch.zeros(tokens, 32, 128, dtype=BF16), x.expand(tokens, -1).contiguous()
+        arguments = (q, kv, kv, starts, lengths, table, 0.1)
+        matrix = torch.zeros(64, 4096, dtype=BF16)
+        linear = (rows, matrix, None, PLAIN, (64, 4096))
+        with recorded() as launches:
+            kernel("add_rms_norm")(rows, rows, weight[0], 1e-5)
+            kernel("paged_attention")(*arguments)
+            kernel("batch_invariant_linear")(*linear)
+            kernel("select_tokens")(q, rows[:, :32], index, starts, lengths, table, 16)
+        yield tokens, launches
 
 
 def _waits(ptx: str, weights_first: bool) -> bool | None:
@@ -264,6 +291,13 @@ def main() -> None:
             kinds = ", ".join(str(a.dtype)[6:] for a in launch.arguments if isinstance(a, Tensor))
             found.setdefault(f"{launch.kernel.__name__}({kinds}; {constants})", (name, launch))
 
+    if sys.argv[1] == "batches":
+        for tokens, launches in batches():
+            for launch in launches:
+                constants = sorted(map(str, launch.constants.items()))
+                key = [launch.kernel.__name__, launch.warps, launch.stages, constants]
+                print(json.dumps([key, tokens, repr(specialised(launch))]), flush=True)
+        return
     share, shares = (int(word) for word in sys.argv[1:3])
     for what, (op, launch) in list(found.items())[share::shares]:
         row: dict[str, Any] = {"op": op, "kernel": what}

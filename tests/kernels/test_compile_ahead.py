@@ -15,8 +15,30 @@ ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
 
 
+no_triton = importlib.util.find_spec("triton") is None
+
+
+@pytest.mark.skipif(no_triton, reason="no Triton here")
+def test_a_kernel_is_compiled_once_for_all_numbers_of_tokens_and_sequences() -> None:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "compile_ahead.py"), "batches"],
+        env={**env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, list[int]]] = {}
+    for line in done.stdout.splitlines():
+        key, tokens, compiled = json.loads(line)
+        found.setdefault(str(key), {}).setdefault(compiled, []).append(tokens)
+    assert {key.split("'")[1] for key in found} >= {"_normalise", "_attend", "_multiply", "_score"}
+    assert {key: each for key, each in found.items() if len(each) > 1} == {}
+
+
 @pytest.mark.more
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+@pytest.mark.skipif(no_triton, reason="no Triton here")
 def test_every_kernel_compiles_for_sm_90_and_fits_its_shared_memory() -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     processes = [

@@ -58,7 +58,7 @@ def batch_invariant_linear(
 finish_sums, segment_sums = finish.reference, apart.reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _multiply(
     x,
     weight,

@@ -209,7 +209,8 @@ def _keys(dim: int, dtype: torch.dtype, most: int) -> int:
     return max(16, min(most, (1 << 14) // size))
 
 
-@triton.jit
+# Numbers of a batch are not compiled in: a kernel takes seconds, and every stream would wait.
+@triton.jit(do_not_specialize=["table_row", "tokens", "sequences"])
 def _attend(
     q,
     k_cache,
@@ -388,7 +389,7 @@ def _bend(scores, cap):
     return tl.where(scores < 0.0, -bent, bent)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add(
     parts,
     weights,

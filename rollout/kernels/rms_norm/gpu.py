@@ -83,7 +83,7 @@ def normalise(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _normalise(
     x,
     other,

@@ -62,7 +62,7 @@ def select_tokens(
     return slots, counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "sequences", "table_row"])
 def _score(
     q,
     weights,
