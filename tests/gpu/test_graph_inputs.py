@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import torch
 
 from rollout import kernels
 from rollout.config import EngineConfig
+from rollout.distributed import TensorParallel
 from rollout.engine.worker.cuda_graphs import padded_sizes, wants_graphs
 from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
 from rollout.engine.worker.prefill_inputs import (
@@ -18,10 +23,14 @@ from rollout.engine.worker.prefill_inputs import (
     prefill_shapes,
     prefill_sizes,
 )
+from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import ConfigError
 from rollout.kernels.gpu_support import triton_runs
 from rollout.kernels.paged_attention import has_few_queries
+from rollout.models.build import build_model
+from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch
+from rollout.models.model import Model
 
 CPU = torch.device("cpu")
 
@@ -261,18 +270,44 @@ def vars_of(batch: ForwardBatch) -> list[torch.Tensor]:
     return [x for x in found if x is not None]
 
 
-def test_a_pinned_instance_keeps_its_addresses_over_a_commit(tiny_qwen3: Path) -> None:
-    from rollout.distributed import TensorParallel
-    from rollout.engine.worker.weight_instances import ModelInstances
-    from rollout.models.build import build_model
-    from rollout.models.config.model import ModelConfig
-    from rollout.models.model import Model
-
-    config = ModelConfig.from_directory(tiny_qwen3)
+def _builder(path: Path) -> Callable[[torch.device], Model]:
+    config = ModelConfig.from_directory(path)
 
     def build(device: torch.device) -> Model:
         return build_model(config, TensorParallel(), torch.float32, device)
 
+    return build
+
+
+def test_an_update_beside_the_first_step_after_a_sleep_loads_the_shadow_of_that_step(
+    tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread makes it to capture over it; a second one would take the memory of a model,
+    and a commit would go on without graphs.
+    """
+    build = _builder(tiny_qwen3)
+    live = build(CPU)
+    instances = ModelInstances(live, build, CPU)
+    begun, go_on, make = threading.Event(), threading.Event(), live.empty_like
+
+    def slowly() -> Model:
+        begun.set()
+        assert go_on.wait(30)
+        return make()
+
+    monkeypatch.setattr(live, "empty_like", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        captured = threads.submit(instances.prepare_shadow)
+        assert begun.wait(30)
+        load = threads.submit(instances.open_shadow, True)
+        time.sleep(0.2)  # in which it comes to where it waits
+        go_on.set()
+        assert load.result(30) is not None
+        assert captured.result(30) is instances.instance(live=False)
+
+
+def test_a_pinned_instance_keeps_its_addresses_over_a_commit(tiny_qwen3: Path) -> None:
+    build = _builder(tiny_qwen3)
     live = build(CPU)
     for parameter in live.parameters():
         parameter.data.normal_()

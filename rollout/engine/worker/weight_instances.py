@@ -162,7 +162,6 @@ class ModelInstances:
         only the components other than ``components``, which are sent whole.
         ``staging`` "host" or "device" puts the shadow there, "auto" where it was configured.
         """
-        self._wait_for_steps()
         builds_on_live = partial or bool(self._beside(components))
         live = self.live if builds_on_live else None
         held = self._shadow_is
@@ -170,10 +169,11 @@ class ModelInstances:
             self._keep_previous()
         self._in_place, self._revert, self._shadow_is = False, None, None
         device = self._shadow_goes_to(staging)
-        if self._shadow is None or self._shadow.build.device != device:
-            self._give_up_shadow()
-            held = None
-            with self._making:
+        with self._making:  # the main thread may be at it, for the first step after a sleep
+            self._wait_for_steps()
+            if self._shadow is None or self._shadow.build.device != device:
+                self._give_up_shadow()
+                held = None
                 self._shadow = self._make_shadow(device)
         if live is not None:
             self._bring_up(live, self._shadow, held, None if partial else self._beside(components))
@@ -331,6 +331,8 @@ class ModelInstances:
                 made = self._make_shadow(self._device)
                 self._bring_up(self.live, made, None, None)
                 made.after_load()
+                if self._device.type == "cuda":
+                    self._note_steps(moved=False)  # a load of the staging thread waits for these
                 self._shadow = made
             shadow = self._shadow
         if made is not None:
