@@ -12,6 +12,7 @@ interpreter: its figures mean nothing. Needs torch, triton, transformers, grpcio
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -120,6 +121,7 @@ def _run(report: Report, name: str, seconds: float, run: Any) -> None:
         traceback.print_exc()
         report.errors[name] = f"{type(error).__name__}: {error}"[:2000]
     report.seconds[name] = time.monotonic() - started
+    gc.collect()  # engines and graphs that refer to each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
