@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from kernels.cases import attention
@@ -24,6 +26,26 @@ def test_tokens_without_a_slot_are_passed_over() -> None:
         wanted = torch.zeros_like(cache)
         wanted[2, :, 0], wanted[3, :, 1] = given[0], given[2]
         assert torch.equal(cache, wanted)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="eight gigabytes, of which the host needs pages")
+def test_a_convolution_reads_tokens_that_lie_beyond_32_bits_of_elements(tmp_path: Path) -> None:
+    """As those of a prompt of 174,000 tokens do, 12,352 elements apart."""
+    far = 1 << 30  # elements between two tokens, in a file with holes
+    file = str(tmp_path / "tokens")
+    held = torch.from_file(file, shared=True, size=4 * far + 16, dtype=torch.float16)
+    x = held.as_strided((3, 16), (far, 1), 2 * far)
+    near = torch.randn(3, 16).half()
+    x.copy_(near)
+    weight, starts = torch.randn(16, 2).half(), torch.tensor([0, 3], dtype=torch.int32)
+    found = []
+    for tokens in (x, near):
+        states = torch.zeros(1, 16, 1, dtype=torch.float16)
+        rest = states, torch.zeros(1, dtype=torch.int32), starts, starts[1:]
+        out = kernels.causal_conv.implementation("triton")(tokens, weight, *rest)
+        found.append((out, states))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def _convolve(
     dtype = out.dtype.element_ty
     s, part = tl.program_id(0), tl.program_id(2)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live, each = c < channels, c * 0  # masks are made of blocks: "&" takes no scalar
+    # Masks are made of blocks: "&" takes no scalar. Of a long prompt offsets pass 32 bits.
+    live, each = c < channels, (c * 0).to(tl.int64)
     first = tl.load(starts + s).to(tl.int64)
     tokens = (tl.load(starts + s + 1) - first).to(tl.int32)
     kept = each + tl.load(lengths + s) > tokens
@@ -84,7 +85,7 @@ def _convolve(
             factor = tl.load(weight + c * WIDTH + j, mask=live, other=0.0).to(tl.float32)
             total += (new + old) * factor
         value = narrow(silu(rounded(total, dtype)), dtype)
-        tl.store(out + t * channels, value, mask=live)
+        tl.store(out + (each + t) * channels, value, mask=live)
     if part == 0:
         tl.debug_barrier()
         for j in tl.static_range(WIDTH - 1):  # what it reads of the state lies behind what it wrote
