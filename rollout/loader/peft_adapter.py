@@ -40,6 +40,8 @@ ADAPTER_DIRECTORY = (
     "a directory that PEFT's save_pretrained has written: adapter_config.json, and "
     "adapter_model.safetensors beside it"
 )
+# What starts otherwise (PiSSA, OLoRA, CorDA, LoftQ ...) has changed the weights it is added to.
+STARTS_BESIDE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _PREFIX = "base_model.model."
 # What changes the arithmetic, and is not done here: such an adapter is refused by the setting.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -47,8 +49,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None,),
-    # What starts otherwise (PiSSA, OLoRA, CorDA, LoftQ ...) has changed the weights it is added to.
-    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "init_lora_weights": STARTS_BESIDE,
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None,),
     "use_qalora": (False, None),

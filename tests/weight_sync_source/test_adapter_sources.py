@@ -59,6 +59,8 @@ def test_a_directory_of_pefts_is_the_same_source(tmp_path) -> None:
 def test_what_is_no_adapter_of_ours_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"lm_head: .*modules_to_save.* merged"):
         streamed(None, {"a": adapted(modules_to_save=["lm_head"])})
+    with pytest.raises(ConfigError, match=r"embed_tokens: what TrainableTokensWrapper trains"):
+        streamed(None, {"a": adapted(trainable_token_indices={"embed_tokens": [1]})})
     model = adapted()
     for obj, adapters, match in (
         (None, {"a": {}}, "'a' is a dict; pass a PEFT model"),
@@ -78,6 +80,19 @@ def test_what_is_no_adapter_of_ours_is_refused_by_name(tmp_path) -> None:
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(ConfigError, match="default, other, of which 2 are active"):
         streamed(None, {"a": model})
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_began_by_changing_the_base_goes_with_the_base(start: str) -> None:
+    model, known = adapted(init_lora_weights=start), KnownAdapters()
+    for _ in range(2):
+        [(_, part)] = detect_update(None, {"math": model}, known).parts
+        with pytest.raises(ConfigError, match=rf"'{start}'\); send the base, too"):
+            part.spec({})
+    assert streamed(model, {"math": model})
+    model.peft_config["default"].init_lora_weights = True  # the engine has it by now
+    [(_, part)] = detect_update(None, {"math": model}, known).parts
+    assert part.spec({}).rank == 4
 
 
 def test_a_merged_adapter_is_no_base_to_send_beside_it() -> None:

@@ -15,9 +15,16 @@ import torch
 from torch import nn
 
 from rollout.errors import ConfigError
+from rollout.loader.peft_adapter import STARTS_BESIDE
 from rollout.weight_sync.trainer.sources.lora import DORA as DORA_VARIANT
 from rollout.weight_sync.trainer.sources.lora import MAGNITUDE as MAGNITUDES
-from rollout.weight_sync.trainer.sources.lora import MergePlan, is_peft, join, type_name
+from rollout.weight_sync.trainer.sources.lora import (
+    REMEDY,
+    MergePlan,
+    is_peft,
+    join,
+    type_name,
+)
 from rollout.weight_sync.trainer.sources.names import submodules
 from rollout.weights.adapters import (
     BIAS,
@@ -103,7 +110,8 @@ class AdapterPlan(MergePlan):
     """Names and scalings of one adapter of a PEFT model; local, the same on every rank.
 
     ``spec``: as the engine is told; ``factors``: by their names in the module. ``trained_beside``:
-    what the model trains that is no factor. ``prefixes``: of ``weights.names.placed``.
+    what the model trains that is no factor. ``start``: its ``init_lora_weights``, where that has
+    changed the base. ``prefixes``: of ``weights.names.placed``.
     ``ConfigError`` names the layer whose adapter is served merged alone.
     """
 
@@ -111,6 +119,7 @@ class AdapterPlan(MergePlan):
         self._adapter, self._prefixes = adapter, prefixes
         self._modules: dict[str, ModuleSpec] = {}
         self.factors: dict[str, torch.Tensor] = {}
+        self.start: str | None = None
         super().__init__(module)
         if not self._modules:
             raise ConfigError(f"adapter {adapter!r} changes no linear layer; {_MERGE}")
@@ -124,6 +133,12 @@ class AdapterPlan(MergePlan):
 
     def name_of(self, raw: str) -> str | None:
         return self.owners.get(unwrapped(raw))
+
+    def _visit(self, module: Any, path: str, to: str, changed: bool) -> None:
+        start = start_of(module).get(self._adapter)
+        if start not in STARTS_BESIDE:
+            self.start = start
+        super()._visit(module, path, to, changed)
 
     def _plan_layer(self, layer: Any, path: str, to: str) -> None:
         adapter = self._adapter
@@ -165,6 +180,10 @@ class AdapterPlan(MergePlan):
                 f"{to}: a module that is trained as a whole (modules_to_save) is no adapter's; "
                 f"{_MERGE}"
             )
+        if self._adapter in getattr(module, "_adapters", ()):
+            raise ConfigError(
+                f"{to}: what {type(module).__name__} trains there is no adapter's; {REMEDY}"
+            )
         self._visit(module.original_module, join(path, "original_module"), to, False)
 
     def _leave_out(self, module: nn.Module, to: str, but: str) -> None:
@@ -204,6 +223,14 @@ class Adapter:
     @property
     def component(self) -> str:
         return adapter_component(self.name)
+
+
+def start_of(module: nn.Module) -> dict[str, Any]:
+    """Where ``module`` holds PEFT's settings: the ``init_lora_weights`` of each adapter."""
+    held = module.__dict__.get("peft_config")
+    if not isinstance(held, dict):
+        return {}
+    return {name: getattr(one, "init_lora_weights", None) for name, one in held.items()}
 
 
 def tuner_layers(obj: Any) -> Iterator[Any]:

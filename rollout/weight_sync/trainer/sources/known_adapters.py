@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from rollout.weight_sync.trainer.sources.adapters import start_of
 from rollout.weight_sync.trainer.sources.lora import is_peft
 from rollout.weight_sync.trainer.sources.names import submodules
 
@@ -61,6 +62,8 @@ def _look(module: nn.Module) -> tuple[list[nn.Module], list[object]]:
                 facts += name, id(p), type(p), p.requires_grad, hasattr(p, "ds_id")
         for name, buffer in layer._buffers.items():
             facts += name, type(buffer)
+        if starts := start_of(layer):
+            facts += starts.items()
         if kind not in tuned:
             tuned[kind] = is_peft(layer, "BaseTunerLayer")
         if tuned[kind]:

@@ -147,6 +147,13 @@ class DetectedAdapter(Detected):
                 f"{some(plan.trained_beside, 4)}: trained beside the adapter, which does not "
                 "hold it; send the base, too: update_weights(model, adapters={name: model})"
             )
+        if self.alone and plan.start is not None:
+            raise ConfigError(
+                f"adapter {self.adapter!r} began by changing the base (init_lora_weights="
+                f"{plan.start!r}); send the base, too: update_weights(model, adapters={{name: "
+                "model}); or, where the engine holds the base as it was left then, set "
+                "init_lora_weights to True in the model's peft_config"
+            )
         return plan
 
 
