@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import subprocess
 import sys
@@ -116,3 +117,28 @@ def test_disk_and_safetensors_bodies_are_updates_too(engine, folder, weights) ->
     first, second = (http.post("/weights_checker", json={}).json() for _ in range(2))
     assert first["per_engine_checksum"] == second["per_engine_checksum"]
     assert set(first["ranks"][0]["checksums"]) >= {"model.norm.weight"}
+
+
+def test_tokens_of_an_older_version_have_the_label_that_it_had(engine, weights) -> None:
+    http, rollout, _ = engine
+
+    def put(seed: int, label: str) -> None:
+        text = base64.b64encode(save(weights[seed])).decode()
+        body = {"serialized_named_tensors": [text], "load_format": "safetensors"}
+        body |= {"weight_version": label, "flush_cache": False}
+        assert http.post("/update_weights_from_tensor", json=body).status_code == 200
+
+    put(1, "step-6")
+    relabelled = {"new_version": "step-7", "abort_all_requests": False}
+    assert http.post("/update_weight_version", json=relabelled).status_code == 200
+    body = {"input_ids": [5, 6, 7], "stream": True,
+            "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}  # fmt: skip
+    with http.stream("POST", "/generate", json=body) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        assert http.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+        put(2, "step-8")
+        assert http.post("/continue_generation", json={}).status_code == 200
+        spans = json.loads(list(lines)[-1][6:])["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["step-7", "step-8"]
+    assert rollout.receipts()[-2].label == "step-7"

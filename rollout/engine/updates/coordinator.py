@@ -163,9 +163,11 @@ class Coordinator:
         return self._committed.get(version)
 
     def relabel(self, label: str) -> None:
-        """Set the label of the live version."""
+        """Set the label of the live version, and of its receipt."""
         check_label(label)
         self._label = label
+        if self._receipts and self._receipts[-1].version == self.engine.version:
+            self._receipts[-1] = replace(self._receipts[-1], label=label)
 
     def decide(self, decision: Decision) -> UpdateReceipt | None:
         """Commit or abort the prepared update; returns the receipt of a commit.

@@ -21,7 +21,7 @@ from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
 from rollout.api.generation_verbs import in_order
 from rollout.errors import EngineError, RolloutError
-from rollout.generation import SamplingParams, classify_params
+from rollout.generation import RequestOutput, SamplingParams, classify_params
 from rollout.server.auth import Access
 from rollout.server.grpc.health import SERVING, state_of
 from rollout.server.http.answers import TokenText
@@ -106,7 +106,7 @@ class _Answer:
 
     async def rows(self, index: int, output: Any) -> list[Document]:
         """Those of prompt number ``index``, one for each sample."""
-        versions = await self._versions()
+        versions = await self._versions(output)
         rows = list(replies(output, self._asks[index], versions, self._text))
         for row in rows:
             row["meta_info"]["e2e_latency"] = time.monotonic() - self._began
@@ -114,13 +114,17 @@ class _Answer:
                 row["prompt_token_ids"] = output.prompt_token_ids
         return rows
 
-    async def _versions(self) -> Versions:
+    async def _versions(self, output: RequestOutput) -> Versions:
         """By their numbers where nobody says the label, as at a front without a serving member."""
         try:
             info = await self._rollout.weight_info()
+            labels: dict[int, str | None] = {}
+            spans = (s for c in output.outputs for s in (*c.weight_versions, *c.kv_spans))
+            if any(span.version != info.version for span in spans):
+                labels = {one.version: one.label for one in await self._rollout.receipts()}
         except EngineError:
-            return Versions(live=(await self._rollout.server_info()).version, label=None)
-        return Versions(live=info.version, label=info.label)
+            return Versions(live=(await self._rollout.server_info()).version, labels={})
+        return Versions(live=info.version, labels={**labels, info.version: info.label})
 
     def number(self, prompt: int, sample: int) -> int:
         """The place of a sample in the list of answers."""

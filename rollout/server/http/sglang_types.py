@@ -230,13 +230,13 @@ def _refusal(key: str, known: Sequence[str], named: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """How versions read: by the label of the live one, else by their number."""
+    """How versions read: by their labels, where they have one, else by their number."""
 
     live: int
-    label: str | None
+    labels: Mapping[int, str | None]
 
     def name(self, version: int) -> str:
-        return self.label if version == self.live and self.label else str(version)
+        return self.labels.get(version) or str(version)
 
 
 def replies(
