@@ -203,3 +203,22 @@ def test_a_trainer_that_comes_again_to_the_same_port_forms_a_new_group(
     assert again.update(weights[2].items()).status_code == 200
     assert again.post(FINISH).status_code == 200
     again.close()
+
+
+def test_an_update_of_a_trainer_that_has_gone_does_not_keep_the_next_one_out(
+    engine, sender, weights
+) -> None:
+    assert sender.init().status_code == 200
+    before = engine.info()["version"]
+    assert sender.post("start_weight_update").status_code == 200
+    assert sender.update(list(weights[1].items())[:3]).status_code == 200
+    again = Sender(engine.http, engine.ranks)
+    reply = again.post("init_weight_transfer_engine", {"init_info": again.init_info})
+    assert (reply.status_code, "has been open" in reply.text) == (409, True)
+    sender.close()  # between two verbs, and its store goes with it
+    assert again.init().status_code == 200
+    assert again.post("start_weight_update").status_code == 200
+    assert again.update(weights[2].items()).status_code == 200
+    assert again.post(FINISH).json()["version"] == before + 1
+    assert engine.rollout.check_weights(weights[2]).equal
+    again.close()

@@ -100,6 +100,10 @@ class ForeignGroups:
         if name is not None and name not in self._joined:
             raise VersionConflict(f"the engine is in the group {there}, not in {name!r}")
 
+    def are_alive(self, timeout: float) -> bool:
+        """Whether the trainers of all of them are still there."""
+        return all(self._places.are_alive(place, timeout) for _, place in self._joined.values())
+
     def leave(self, name: str | None = None) -> bool:
         """Leave it, or all of them; whether there was any."""
         left = self.names if name is None else (name,)

@@ -72,10 +72,14 @@ class VerbSession:
         Returns when the group has formed; ``DeadlineExceeded`` or ``TransferFailed`` when it does
         not within ``timeout`` seconds, or ``abort`` or ``leave`` came meanwhile, ``ConfigError``
         when it has too few places. Where the ranks are in it already, and its trainer lives, they
-        stay as they are: the verb came again.
+        stay as they are: the verb came again. An update that a trainer left open which lives no
+        more is given up.
         """
 
         def act() -> None:
+            if self._open is not None and not self._groups.are_alive(timeout):
+                self._end("its trainer has gone, and an init came")
+                self._leave()
             self._none_open()
             self._groups.join(group, timeout)
             self._packing = packing or Packing()
