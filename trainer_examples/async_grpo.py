@@ -31,7 +31,7 @@ from answering import evaluate
 from display import Display
 from driver import LARGEST_DIFFERENCE, make_output, parse_arguments, prepare
 from grpo import Batch, Sample, clipped_loss, make_batch, scheduled_lr, token_logprobs
-from processes import rollout_service
+from processes import DemoError, rollout_service
 from sampler import Sampler
 from torch import Tensor, float32, full, no_grad, ones, set_num_threads, tensor
 from torch.nn.utils import clip_grad_norm_
@@ -181,7 +181,11 @@ def main() -> int:
     start = time.perf_counter()
     make_output(args.output)
     with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:
-        summary = run(args, display, Path(scratch))
+        try:
+            summary = run(args, display, Path(scratch))
+        except DemoError as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return 1
     summary["seconds"] = round(time.perf_counter() - start, 1)
     print(json.dumps(summary), flush=True)
     good = summary["reward_last"] > max(0.7, 1.5 * summary["reward_first"])

@@ -123,6 +123,8 @@ def parse_arguments(
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.samples < args.fewest_samples:
         parser.error(TOO_FEW_SAMPLES)
+    if args.start is not None and not (args.start / "config.json").is_file():
+        parser.error(f"--start {args.start}: no checkpoint lies there; addition_task.py makes one")
     if args.prompts % (args.ranks * args.minibatches):
         parser.error(f"--prompts must be a multiple of {args.ranks} ranks x --minibatches")
     return args

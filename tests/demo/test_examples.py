@@ -162,6 +162,16 @@ def test_an_output_that_cannot_be_made_is_said_in_a_line(
     assert ended.value.code == f"demo: --output {where} cannot be made: Not a directory"
 
 
+def test_a_start_that_is_no_checkpoint_is_said_by_its_own_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--start", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments("", {})
+    assert ended.value.code == 2
+    assert f"--start {tmp_path / 'none'}: no checkpoint lies there" in capsys.readouterr().err
+
+
 def test_the_help_of_every_example_says_what_it_shows() -> None:
     for path in sorted(EXAMPLES.glob("*.py")):
         text = path.read_text()
