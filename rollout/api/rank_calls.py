@@ -8,7 +8,16 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from rollout.errors import EngineClosed, InvalidRequest, TransferFailed, WorkerDied
+from rollout.errors import (
+    EngineClosed,
+    InvalidRequest,
+    RolloutError,
+    SourceFailed,
+    TransferFailed,
+    WorkerDied,
+    from_wire,
+    to_wire,
+)
 from rollout.generation import RequestOutput
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import output_from_proto, output_to_proto
@@ -43,6 +52,27 @@ class RankCalls:
                 f"rank {', '.join(map(str, odd))} called {verb} with other arguments than rank "
                 f"{self._ranks[0]}: every rank passes the same ones"
             )
+
+    def fared(
+        self, verb: str, failure: Exception | None, said: Any = None, timeout: float | None = None
+    ) -> list[Any]:
+        """What all ranks have ``said``; where one has failed, that is raised on every rank."""
+        if len(self._ranks) == 1:
+            if failure is not None:
+                raise failure
+            return [said]
+        told = None if failure is None else _typed(failure)
+        try:
+            found = self.group().exchange(
+                {"said": said, "failed": told}, timeout or self._timeout, verb
+            )
+        except TransferFailed as error:
+            raise _gone(error) from error
+        for rank, each in zip(self._ranks, found, strict=True):
+            if (wire := each["failed"]) is not None:
+                where = f"trainer rank {rank}: "
+                raise from_wire({**wire, "message": where + wire["message"]}) from failure
+        return [each["said"] for each in found]
 
     def noun(self, verb: str, act: Callable[[], T], timeout: float, kind: type[T]) -> T:
         """What the first rank's ``act`` gave, a noun that travels."""
@@ -86,6 +116,13 @@ class RankCalls:
         self.is_closed = True
         if self._group is not None:
             self._group.close()
+
+
+def _typed(error: Exception) -> dict[str, Any]:
+    """As it travels; what the trainer's own code raised is its source's failure."""
+    if not isinstance(error, RolloutError):
+        error = SourceFailed(f"{type(error).__name__}: {error}")
+    return to_wire(error)
 
 
 def _gone(error: TransferFailed) -> WorkerDied:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, RolloutError
 from rollout.weight_sync.trainer.sources.detect import detect
 
 
@@ -33,14 +34,32 @@ def looked_at(source: Any, ranks: tuple[int, ...]) -> tuple[Any, bool]:
 
 
 class Drained:
-    """An iterator that is read to its end on every rank, whatever becomes of the update."""
+    """An iterator that is read to its end on every rank, whatever becomes of the update.
+
+    ``tell``: how that went on this rank, to all; raises where it went wrong on another. On the
+    first rank that is before the update may commit.
+    """
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
+        self.tell: Callable[[Exception | None], None] = lambda failure: None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._items
+        yield from self._items
+        self._end(None)
 
-    def drain(self) -> None:
-        for _ in self._items:
-            pass
+    def drain(self) -> Exception | None:
+        """Read what is left; what it raised."""
+        failure: Exception | None = None
+        try:
+            for _ in self._items:
+                pass
+        except Exception as error:  # noqa: BLE001 - the trainer's own, which all ranks hear of
+            failure = error
+        with suppress(RolloutError):  # the update has ended, one way or the other
+            self._end(failure)
+        return failure
+
+    def _end(self, failure: Exception | None) -> None:
+        tell, self.tell = self.tell, lambda failure: None
+        tell(failure)

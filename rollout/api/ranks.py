@@ -33,6 +33,7 @@ from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineClosed,
+    InvalidRequest,
     RolloutError,
 )
 from rollout.generation import (
@@ -61,6 +62,7 @@ T = TypeVar("T")
 MEET_TIMEOUT = 600.0  # seconds: ranks may be far apart in what they do between two calls
 CALL_TIMEOUT = 3600.0  # seconds for a generation, or an update, as a whole
 _END_WAIT = 5.0
+_SHARED, _STREAM, _WHOLE = "what ranks hold together", "an iterator", "whole weights"
 
 
 class ColocatedRollout:
@@ -205,26 +207,30 @@ class ColocatedRollout:
         self._calls.agree(
             "update_weights", sorted((key, repr(value)) for key, value in options.items())
         )
-        source, shared = looked_at(source, self.ranks)
-        if shared:
+        source, first = self._looked_at("update_weights", source)
+        if first == _SHARED:
             return self._weights.update_weights(source, **options)
-        if self._me and isinstance(source, Drained):
-            source.drain()
+        drained = source if isinstance(source, Drained) else Drained(iter(()))
+        if first == _STREAM:
+            drained.tell = self._tell
+        failure = drained.drain() if self._me else None
 
         def act() -> UpdateReceipt:
             try:
                 return self._weights.update_weights(source, **options)
             finally:
-                if isinstance(source, Drained):
-                    source.drain()  # the others are in the gathers that are left
+                drained.drain()  # the others are in the gathers that are left
 
-        return self._calls.noun("update_weights", act, CALL_TIMEOUT, UpdateReceipt)
+        try:
+            return self._calls.noun("update_weights", act, CALL_TIMEOUT, UpdateReceipt)
+        except RolloutError as error:
+            raise error from failure or error.__cause__
 
     def check_weights(self, source: Any, *, timeout: float = DEFAULT_TIMEOUT) -> WeightReport:
         """Name the tensors of ``source`` that differ from the live ones; no iterator."""
         self._calls.agree("check_weights", timeout)
-        source, shared = looked_at(source, self.ranks)
-        if shared:
+        source, first = self._looked_at("check_weights", source)
+        if first == _SHARED:
             return self._weights.check_weights(source, timeout=timeout)
 
         def act() -> WeightReport:
@@ -286,6 +292,30 @@ class ColocatedRollout:
         self.shutdown()
 
     # ---- helpers ----
+
+    def _looked_at(self, verb: str, source: Any) -> tuple[Any, str]:
+        """``source`` as it is to be passed on, and what the first rank's is; where one rank's is of
+        no use that is raised on all of them.
+        """
+        failure: Exception | None = None
+        kind = _WHOLE
+        try:
+            source, shared = looked_at(source, self.ranks)
+            kind = _SHARED if shared else _STREAM if isinstance(source, Drained) else _WHOLE
+        except Exception as error:  # noqa: BLE001 - the trainer's own, which all ranks hear of
+            failure = error
+        kinds = self._calls.fared(verb, failure, kind)
+        for rank, other in zip(self.ranks, kinds, strict=True):
+            if (other == _SHARED) != (kinds[0] == _SHARED):
+                raise InvalidRequest(
+                    f"rank {rank} passed {other} to {verb}, rank {self.ranks[0]} {kinds[0]}: every "
+                    "rank passes its own part of one source"
+                )
+        return source, kinds[0]
+
+    def _tell(self, failure: Exception | None) -> None:
+        """How reading an iterator went here; raises where it went wrong on any rank."""
+        self._calls.fared("update_weights", failure, timeout=CALL_TIMEOUT)
 
     def _start(self, over: Callable[[Callable[[], AsyncRollout]], Any]) -> None:
         """Meet, agree on the settings, and load."""

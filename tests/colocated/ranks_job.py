@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,6 +79,28 @@ class Rank:
         """Without one tensor; every rank goes on to gather all the same."""
         rows = list(self.model.named_parameters())[:-1]
         return self._receipt((n, p.full_tensor()) for n, p in rows)
+
+    def update_raising(self, by: int) -> dict[str, Any]:
+        """From an iterator that fails on one rank, in the middle."""
+        rows = [(n, p.full_tensor()) for n, p in self.model.named_parameters()]
+
+        def items() -> Iterator[Any]:
+            yield from rows[:3]
+            if self.rank == by:
+                raise ValueError("tripped")
+            yield from rows[3:]
+
+        return self._receipt(items())
+
+    def update_without(self) -> dict[str, Any]:
+        """Of a dict, which one rank has not got."""
+        whole = {n: p.full_tensor() for n, p in self.model.named_parameters()}
+        return self._receipt(None if self.rank else whole)
+
+    def update_otherwise(self) -> dict[str, Any]:
+        """Of a model that one rank takes for its own."""
+        whole = {n: p.full_tensor() for n, p in self.model.named_parameters()}
+        return self._receipt(whole if self.rank else self.model)
 
     def update_nan(self) -> dict[str, Any]:
         if self.rank == 1:  # in this rank's shard alone

@@ -113,6 +113,26 @@ def test_an_update_of_the_ranks_own_shards_equals_a_fresh_start_and_a_failed_one
     same(job, "stop")
 
 
+def test_a_source_that_fails_on_one_rank_fails_on_all_and_nothing_goes_live(
+    job: Job, paths: tuple[str, str]
+) -> None:
+    same(job, "start", path=paths[0])
+    same(job, "load", path=paths[1])
+    for rank in (1, 0):
+        failed = same(job, "update_raising", by=rank)
+        assert (failed["error"], "tripped" in failed["message"]) == ("SourceFailed", True)
+        assert same(job, "version") == 0
+    without = same(job, "update_without")
+    assert without["error"] == "ConfigError"
+    assert "trainer rank 1: NoneType is not a weight source" in without["message"]
+    otherwise = same(job, "update_otherwise")
+    assert otherwise["error"] == "InvalidRequest"
+    assert "rank 1 passed whole weights to update_weights, rank 0 what" in otherwise["message"]
+    assert same(job, "update_gathered")["version"] == 1
+    assert same(job, "equal")
+    same(job, "stop")
+
+
 @pytest.mark.more
 def test_a_rank_that_dies_is_an_error_on_the_others_at_once(
     job: Job, paths: tuple[str, str]
