@@ -113,3 +113,11 @@ def test_the_documented_source_gathers_and_addresses_its_rows(job: Job) -> None:
     assert dict(first["documented"]["boxes"])["matrix"] == [[[0, 0], [2, 3]]]
     assert dict(second["documented"]["boxes"])["matrix"] == [[[2, 0], [4, 3]]]
     assert dict(second["documented"]["boxes"])["vector"] == [[[2], [4]]]
+
+
+def test_ranks_with_other_adapters_switched_on_are_told_which(job: Job) -> None:
+    _, ranks = job
+    for one in ranks:
+        assert one["merged apart"].startswith(
+            "trainer rank 1 passes merged adapters=[], rank 0 ['default']"
+        )

@@ -59,7 +59,9 @@ def agreed_source(
     except Exception as error:  # noqa: BLE001 - the trainer's own code, or what it passed
         failure = source_failed(error, "")
     tensors = [[meta.name, str(meta.dtype), list(meta.shape)] for meta in metadata or ()]
-    saying = {"settings": dict(settings or {}), "tensors": digest_of(tensors)}
+    # What is merged is gathered beside the weights that are told.
+    given = {**(settings or {}), "merged adapters": list(found.merged)}
+    saying = {"settings": given, "tensors": digest_of(tensors)}
     said = group.vote(failure, timeout, "source", saying)
     assert source is not None
     _check_settings([one["settings"] for one in said], group.ranks)

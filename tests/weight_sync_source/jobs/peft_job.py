@@ -15,6 +15,9 @@ from weight_sync_source.jobs.lora import adapted
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES
 
+from rollout.errors import ConfigError
+from rollout.weight_sync.protocol.messages import WeightInfo
+from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_job.py
@@ -81,6 +84,25 @@ def ended_early(model: nn.Module) -> None:
     source.agreement.close()
 
 
+def merged_apart(job: Rank) -> None:
+    """One rank has its adapter switched off."""
+    model = fsdp2(adapted())
+    if job.rank == 1:
+        model.base_model.disable_adapter_layers()
+    info = WeightInfo(
+        epoch=1, version=3, label=None, state="idle", dtype=BF16, tensors=(), aliases=ALIASES,
+        tensor_parallel_size=1, device="cpu", transports=(),
+    )  # fmt: skip
+    found = detect(model)
+    group = found.rank_group(TIMEOUT)
+    try:
+        agreed_source(found, info, group, TIMEOUT)
+        job.outcome["merged apart"] = ""
+    except ConfigError as error:
+        job.outcome["merged apart"] = str(error)
+    group.close()
+
+
 if __name__ == "__main__":
     job = Rank()
     deepspeed.init_distributed("gloo")
@@ -112,6 +134,7 @@ if __name__ == "__main__":
     job.gather("zero2", two, BF16)
     job.gather("zero2_adapter", None, FP32, adapters={"a": two})
     job.gather("documented", documented(job), BF16)
+    merged_apart(job)
     job.finish()
     dist.barrier()
     dist.destroy_process_group()
