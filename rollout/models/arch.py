@@ -66,9 +66,9 @@ class MoEArch:
     (``router_jitter_noise``). ``score_bias``: a trained bias on the choice alone, which is no
     parameter to transformers but a buffer, ``e_score_correction_bias`` in the "gate" or beside it
     in the "block". ``groups``: the choice is within the ``topk_group`` best of ``n_group`` groups,
-    each as good as its best expert ("max") or its best two ("top2"), unless the file's
-    ``topk_method`` is greedy. ``norm_topk_prob`` None: the field of that name says. ``scaled``:
-    weights are multiplied by ``routed_scaling_factor``. ``scaled_inputs``: they multiply what an
+    each as good as its best expert ("max", unless ``topk_method`` is greedy, its default) or its
+    best two ("top2"). ``norm_topk_prob`` None: the field of that name says. ``scaled``: weights are
+    multiplied by ``routed_scaling_factor``. ``scaled_inputs``: they multiply what an
     expert reads, instead of what it makes. ``wide_weights``: they stay float32 instead of being
     rounded to the model's dtype.
     """
@@ -243,7 +243,8 @@ class Arch:
     ``full_every``-th (0: all). ``chunked``: in layers that turn, a query sees the keys of its own
     chunk of ``attention_chunk_size`` alone.
 
-    Positions: ``rope_theta`` where the file has none. ``local_rope``: (field, base) of layers that
+    Positions: ``rope_theta`` where the file has none. ``rope_told``: it must have rope parameters,
+    which else are scaled ones of transformers. ``local_rope``: (field, base) of layers that
     slide, whose positions are never scaled. ``no_rope``: not in layers that ``no_rope_layers`` has
     as 0 ("listed"), not in those that do not slide ("full"), in none where
     ``position_embedding_type`` is not "rope" ("untold"), in none where the rope parameters have no
@@ -304,6 +305,7 @@ class Arch:
     full_every: int = 0
     chunked: bool = False
     rope_theta: float = 1e4
+    rope_told: bool = False
     local_rope: tuple[str, float] | None = None
     no_rope: Literal["listed", "full", "untold", "baseless", "all"] | None = None
     interleaved: bool = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import transformers
 import transformers_sweep as sweep
+from tiny_models import ARCHITECTURES, write_tiny
 
 from rollout.errors import ConfigError, RolloutError
 from rollout.models.config.model import ModelConfig
@@ -127,6 +130,92 @@ def test_every_field_of_every_native_model_is_followed_or_refused(tmp_path: Path
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3_text", "qwen3_5"])
 def test_every_field_of_some_models_is_followed_or_refused(kind: str, tmp_path: Path) -> None:
     assert wrong(kind, dict(native_types())[kind], tmp_path) == []
+
+
+# Without these the tensors of a checkpoint do not fit, which its load says.
+SHAPES = ("head_dim", "num_key_value_heads", "q_lora_rank")
+
+
+def told(architecture: str, values: dict[str, Any], path: Path) -> ModelConfig | None:
+    """What is read of a config.json as transformers reads it, defaults and all."""
+    path.write_text(json.dumps(values))
+    with suppress(Exception):  # whatever transformers thinks of it
+        read = getattr(transformers, architecture).config_class.from_pretrained(path)
+        whole = json.loads(read.to_json_string(use_diff=False))
+        return ModelConfig.from_hf({**whole, "architectures": [architecture]})
+    return None
+
+
+def alike(theirs: ModelConfig, ours: ModelConfig) -> ModelConfig:
+    """``theirs`` but for what changes nothing that a model computes."""
+    return replace(theirs, dtype=ours.dtype, prefixes=ours.prefixes)
+
+
+def left_out(architecture: str, path: Path) -> list[str]:
+    """The fields that a tiny model's file may do without, and is then read as another model."""
+    for base in sweep.VARIANTS:
+        kind = getattr(transformers, architecture).config_class
+        with suppress(Exception):
+            made = kind(**sweep.tiny_settings(kind(), sweep.SIZES | base))
+            values = json.loads(made.to_json_string(use_diff=False))
+            values["architectures"] = [architecture]
+            ModelConfig.from_hf(values)
+            break
+    else:
+        return []
+    found = []
+    for name in [name for name in values if "token_id" not in name and name not in SHAPES]:
+        for changed in ({k: v for k, v in values.items() if k != name}, {**values, name: None}):
+            with suppress(ConfigError):
+                ours = ModelConfig.from_hf(changed)
+                theirs = told(architecture, changed, path)
+                if theirs is not None and ours != alike(theirs, ours):
+                    found.append(
+                        f"{architecture}: {name} {'null' if name in changed else 'absent'}"
+                    )
+    return found
+
+
+@pytest.mark.more
+def test_a_field_that_a_file_leaves_out_is_what_transformers_takes_or_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    wrong = [line for _, arch in native_types() for line in left_out(arch, tmp_path / "c.json")]
+    assert [line for line in wrong if "OlmoHybridForCausalLM: layer_types" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        ("cohere", "rope_parameters"),
+        ("deepseek_v2", "topk_method"),
+        ("deepseek_v3", "n_group"),
+        ("gpt_oss", "rope_parameters"),
+        ("llama4", "attention_chunk_size"),
+        ("ministral3", "rope_parameters"),
+    ],
+)
+def test_what_is_left_out_is_no_other_model(arch: str, name: str, tmp_path: Path) -> None:
+    source = write_tiny(tmp_path, arch).config
+    values = {**source.to_dict(), "architectures": [ARCHITECTURES[arch][1].__name__]}
+    del values[name]
+    theirs = told(values["architectures"][0], values, tmp_path / "c.json")
+    if name in ("n_group", "rope_parameters") and arch != "cohere":
+        with pytest.raises(ConfigError, match=f"field '{name}' is missing"):
+            ModelConfig.from_hf(values)
+    else:
+        assert theirs is not None
+        ours = ModelConfig.from_hf(values)
+        assert ours == alike(theirs, ours)
+
+
+def test_olmo_hybrid_turns_where_its_rope_parameters_are_null(tmp_path: Path) -> None:
+    values = {**write_tiny(tmp_path, "olmo_hybrid").config.to_dict(), "rope_parameters": None}
+    values["architectures"] = ["OlmoHybridForCausalLM"]
+    theirs = told("OlmoHybridForCausalLM", values, tmp_path / "c.json")
+    assert theirs is not None
+    ours = ModelConfig.from_hf(values)
+    assert ours == alike(theirs, ours)
 
 
 @pytest.mark.parametrize("value", [{"hidden_act": "gelu"}, {"mlp_bias": True}])

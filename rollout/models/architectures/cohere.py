@@ -14,6 +14,7 @@ CohereForCausalLM = Arch(
     qk_norm=("use_qk_norm", False),
     qk_norm_over="heads",
     interleaved=True,
+    rope_theta=5e5,
     logits_scale=Scale("logit_scale", 0.0625),
 )
 Cohere2ForCausalLM = replace(
@@ -23,4 +24,5 @@ Cohere2ForCausalLM = replace(
     sliding_window=4096,
     full_every=4,
     no_rope="full",
+    rope_theta=1e4,
 )

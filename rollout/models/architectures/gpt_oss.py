@@ -11,6 +11,7 @@ GptOssForCausalLM = Arch(
     sliding_window=128,
     full_every=2,
     rope_theta=1.5e5,
+    rope_told=True,
     moe=MoEArch(
         stacked=StackedArch(
             interleaved=True,

@@ -9,7 +9,7 @@ MinistralForCausalLM = Arch(
     qkv_bias=False, o_bias=False, mlp_bias=False, slides="typed", sliding_window=4096
 )
 Ministral3ForCausalLM = Arch(
-    qkv_bias=False, o_bias=False, mlp_bias=False, slides="always", rope_theta=1e6
+    qkv_bias=False, o_bias=False, mlp_bias=False, slides="always", rope_told=True
 )
 Mistral3ForConditionalGeneration = replace(
     MistralForCausalLM,

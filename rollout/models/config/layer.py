@@ -25,6 +25,7 @@ ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 NO_SCALING = ("type", "rope_type", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 # transformers' own, of a file without them; of heads of 128.
 MROPE_SECTIONS = {"sections": (16, 24, 24), "interleaved": (24, 20, 20)}
+CHUNK = 8192  # transformers' own, of a file without it
 SLIDES, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 LINEAR = "linear_attention"
 FEEDS: tuple[Literal["mlp", "moe"], ...] = ("mlp", "moe")
@@ -89,7 +90,7 @@ def read_layers(read: Reader, arch: Arch) -> tuple[LayerConfig, ...]:
     window = 0 if SLIDES not in types else read.count("sliding_window", arch.sliding_window)
     ropes = {kind: _read_rope(read, arch, kind) for kind in dict.fromkeys(types)}
     turns = _turning(read, arch, len(types))
-    chunk = read.count("attention_chunk_size") if CHUNKED in types else 0
+    chunk = read.count("attention_chunk_size", CHUNK) if CHUNKED in types else 0
     every, growth = _read_growth(read, arch)
     beside = arch.mamba is not None and arch.mamba.beside
     return tuple(
@@ -140,7 +141,7 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
         made = [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
         return _known(read, LINEAR, FULL) if given else made
     if arch.chunked:
-        if not values.get("attention_chunk_size"):
+        if not values.get("attention_chunk_size", CHUNK):
             return [FULL] * layers
         turns = _turning(read, arch, layers)
         return (
@@ -177,9 +178,8 @@ def _turning(read: Reader, arch: Arch, layers: int) -> list[bool]:
     if arch.no_rope == "all":
         return [False] * layers
     if arch.no_rope == "baseless":
-        told = read.values.get("rope_parameters", {}) is not None
         base = read.mapping("rope_parameters").get("rope_theta", 0)
-        return [told and base is not None] * layers
+        return [base is not None] * layers
     if arch.no_rope == "untold":
         return [read.values.get("position_embedding_type") == "rope"] * layers
     if arch.no_rope == "full":
@@ -198,6 +198,8 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     ``rope_theta``; layers that slide may have a base of their own, unscaled."""
     values, file = read.values, read.file
     given: dict[str, Any] = dict(read.mapping("rope_scaling") or read.mapping("rope_parameters"))
+    if arch.rope_told and not given:
+        raise ConfigError(f"{file}: field 'rope_parameters' is missing; the model needs it")
     default = arch.rope_theta
     if arch.local_rope is not None and layers == SLIDES:
         name, default = arch.local_rope

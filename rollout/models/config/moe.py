@@ -124,7 +124,9 @@ def _read_dense(read: Reader, arch: MoEArch) -> tuple[int, ...]:
 def _read_groups(read: Reader, arch: MoEArch, experts: int, chosen: int) -> tuple[int, int]:
     """How many groups of experts there are, and in how many of them a token chooses."""
     values = read.values
-    if arch.groups is None or not values.get("n_group") or values.get("topk_method") == "greedy":
+    if arch.groups is None or not values.get("n_group", arch.groups == "top2"):
+        return 1, 1
+    if arch.groups == "max" and (values.get("topk_method") or "greedy") == "greedy":
         return 1, 1
     groups, top = read.count("n_group"), read.count("topk_group")
     each = experts // groups
