@@ -23,7 +23,8 @@ class Tokenizer:
         # Asked for with every request; a wrapper looks them up anew each time.
         self._length: int = len(hf)
         self._eos: int | None = hf.eos_token_id
-        self.chat_template: str | None = chat_template or hf.chat_template
+        self._templates: Mapping[str, str] | str | None = chat_template or hf.chat_template
+        self.chat_template = self._template(())
         # The Rust object does the same in less time, but for classes that bring verbs of their own
         # and for those that clean up spaces.
         rust = hf.backend_tokenizer if hf.is_fast and not slow else None
@@ -122,11 +123,13 @@ class Tokenizer:
 
         A template that knows no role "developer" gets "system" for it.
         """
-        template = self.chat_template
+        template = self._template(options.tools)
         if not template:
+            held = self._templates if isinstance(self._templates, Mapping) else ()
+            other = f" for this (it has {', '.join(map(repr, held))})" if held else ""
             raise InvalidRequest(
-                "the tokenizer has no chat template: send a plain prompt, or start the engine with "
-                "chat_template=FILE"
+                f"the tokenizer has no chat template{other}: send a plain prompt, or start the "
+                "engine with chat_template=FILE"
             )
         if options.tools and "tools" not in template:
             raise InvalidRequest("the chat template takes no tools; leave them out")
@@ -143,6 +146,13 @@ class Tokenizer:
         except Exception as error:  # a template is a program: what it raises is about its input
             raise InvalidRequest(f"the chat template refused the messages: {error}") from error
         return text
+
+    def _template(self, tools: Sequence[object]) -> str | None:
+        """Of several, as Command-R has them, the one that transformers takes."""
+        held = self._templates
+        if not isinstance(held, Mapping):
+            return held
+        return (held.get("tool_use") if tools else None) or held.get("default")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +15,13 @@ from engine_core.harness import PROMPT, Sink, Start, request, run
 from engine_core.toy_model import continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import make_tokenizer
+from tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from rollout.engine.tokenizer import Detokenizer, Tokenizer
 from rollout.errors import ConfigError, InvalidRequest
-from rollout.generation import RequestOutput, SamplingParams
+from rollout.generation import ChatOptions, RequestOutput, SamplingParams
 
 TOKENIZER = Tokenizer(make_tokenizer(320))
 SLOW = Tokenizer(make_tokenizer(320), slow=True)
@@ -179,6 +181,34 @@ def test_the_chat_template_places_the_special_tokens() -> None:
     assert ids.count(TOKENIZER.eos_token_id or 0) == 1
     with pytest.raises(InvalidRequest, match="refused"):
         TOKENIZER.render_chat([{"role": "user"}, 3])  # type: ignore[list-item]
+
+
+def test_of_several_chat_templates_the_one_for_tools_or_the_default_is_taken(
+    tmp_path: Path,
+) -> None:
+    """As Command-R and Hermes have them, in the file's old form and as transformers saves them."""
+    messages = [{"role": "developer", "content": "hi"}]
+    tools = ChatOptions(tools=({"type": "function", "function": {"name": "look"}},))
+    made = make_tokenizer(320)
+    made.chat_template = {"default": CHAT_TEMPLATE, "tool_use": "{{ tools[0].function.name }}"}
+    made.save_pretrained(tmp_path)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    found = Tokenizer.load(str(tmp_path))
+    assert found is not None
+    text = found.render_chat(messages)
+    assert text == "<|im_start|>system\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert found.render_chat(messages, tools) == "look"
+    shutil.rmtree(tmp_path / "additional_chat_templates")
+    (tmp_path / "chat_template.jinja").unlink()
+    file = tmp_path / "tokenizer_config.json"
+    said = json.loads(file.read_text())
+    said["chat_template"] = [{"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    file.write_text(json.dumps(said))
+    found = Tokenizer.load(str(tmp_path))
+    assert found is not None
+    assert found.render_chat(messages, tools) == "look"
+    with pytest.raises(InvalidRequest, match=r"no chat template for this \(it has 'tool_use'\)"):
+        found.render_chat(messages)
 
 
 def test_a_directory_without_tokenizer_gives_none_and_a_broken_one_says_so(tmp_path: Path) -> None:
