@@ -25,6 +25,7 @@ from rollout.weights.files.box_reader import BoxReader
 from rollout.weights.files.safetensors_files import Row, rows_of
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
+WHOLE = "model.safetensors"  # all weights in one file
 RANGE = 8 << 20  # bytes of one request
 AT_ONCE = 8  # requests of one tensor
 MAX_HEADER = 100 << 20  # bytes, as safetensors itself has it
@@ -64,12 +65,14 @@ class RemoteFiles:
     def __init__(self, url: str) -> None:
         self._fs, root = _filesystem(url)
         self._rows: dict[str, tuple[RemoteReader, Row]] = {}
+        held = {path.rsplit("/", 1)[-1]: path for path in _listed(self._fs, root, url)}
         where = self._index(root, url)
+        if where and WHOLE in held and WHOLE not in where.values():  # as in a directory
+            held, where = {WHOLE: held[WHOLE]}, {}
         shards = [
             path
-            for path in _listed(self._fs, root, url)
-            if path.endswith(".safetensors")
-            and (not where or path.rsplit("/", 1)[-1] in where.values())
+            for name, path in held.items()
+            if name.endswith(".safetensors") and (not where or name in where.values())
         ]
         if not shards:
             raise ConfigError(f"{url} holds no *.safetensors weights; check the URL")
@@ -95,7 +98,7 @@ class RemoteFiles:
             reader.close()
 
     def _index(self, root: str, url: str) -> dict[str, str]:
-        path = f"{root}/model.safetensors.index.json"
+        path = f"{root}/{WHOLE}.index.json"
         if not self._fs.exists(path):
             return {}
         try:

@@ -148,6 +148,19 @@ def test_shards_that_the_index_does_not_name_are_dropped(tiny):
         assert_equal(contents(checkpoint), weights)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_index_that_an_earlier_save_left_beside_a_whole_file_is_passed_over(tiny, kept):
+    """transformers' ``save_pretrained`` removes the shards of an earlier one, not their index."""
+    path, weights = tiny
+    where = sharded(path, {name: torch.zeros_like(value) for name, value in weights.items()})
+    if not kept:
+        for name in set(where.values()):
+            (path / name).unlink()
+    save_file({n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors")
+    with open_checkpoint(str(path)) as checkpoint:
+        assert_equal(contents(checkpoint), weights)
+
+
 def test_a_tensor_that_a_shard_repeats_comes_from_where_the_index_says(tiny):
     path, weights = tiny
     where = sharded(path, weights)

@@ -16,7 +16,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
@@ -186,8 +186,6 @@ def url(tiny):
     for file in tiny.iterdir():
         if file.suffix != ".safetensors":
             fs.pipe_file(f"{path}/{file.name}", file.read_bytes())
-    from safetensors.torch import save
-
     where = {}
     for index in range(2):
         part = dict(list(held.items())[index::2])
@@ -222,6 +220,13 @@ def test_a_checkpoint_at_a_url_is_read_by_ranges(tiny, url, monkeypatch):
         want = said(r), r.chat([{"role": "user", "content": "hi"}], GREEDY)[0].outputs
     with Rollout(url, **CPU) as r:  # config and tokenizer come from there, too
         assert (said(r), r.chat([{"role": "user", "content": "hi"}], GREEDY)[0].outputs) == want
+
+
+def test_a_whole_file_at_a_url_goes_before_an_index_that_an_earlier_save_has_left(url):
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{root}/model.safetensors", save({"only": torch.ones(3)}))
+    with open_checkpoint(url) as checkpoint:
+        assert [meta.name for meta in checkpoint.metadata()] == ["only"]
 
 
 def test_what_is_wrong_at_a_url_is_named(url):

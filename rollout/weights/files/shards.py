@@ -11,6 +11,7 @@ from pathlib import Path
 from rollout.errors import ConfigError, some
 
 _NO_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "trainer_state*")
+INDEX = ".index.json"  # after the name of the whole file
 REPAIR = "download the checkpoint again"
 
 
@@ -39,6 +40,8 @@ class Shards:
 def find_shards(directory: Path, kind: FileKind) -> Shards:
     """The files of ``kind``: those the index names, else all (of .bin, .pt, .pth the first family).
 
+    An index that knows nothing of a whole ``model.safetensors`` (``pytorch_model.bin``) beside it
+    is what an earlier save has left, and is passed over, as by transformers.
     ``consolidated*`` copies count only when nothing else is there. Raises ``ConfigError`` when the
     index is broken or names a missing file.
     """
@@ -67,6 +70,9 @@ def _from_index(directory: Path, index: Path) -> Shards:
         isinstance(name, str) and Path(name).name == name for name in where.values()
     ):
         raise ConfigError(f"{index}: weight_map must map tensors to files beside it; {REPAIR}")
+    whole = directory / index.name.removesuffix(INDEX)
+    if whole.is_file() and whole.name not in where.values():
+        return Shards((whole,))
     files = tuple(directory / name for name in sorted(set(where.values())))
     if missing := [path.name for path in files if not path.is_file()]:
         raise ConfigError(f"{directory} lacks {some(missing)}, named by {index.name}; {REPAIR}")
