@@ -38,8 +38,9 @@ def take_experts(
 ) -> tuple[dict[str, ModuleSpec], dict[str, Tensor]]:
     """Take the factors of experts out of ``tensors``: their modules, and them as they are sent.
 
-    ``targets``: ``target_parameters``. ``rank_of`` a parameter. ``ConfigError`` names what does not
-    fit together.
+    ``targets``: ``target_parameters``, which name a parameter alone where PEFT has made them of
+    ``target_modules`` (gate_proj, up_proj, down_proj). ``rank_of`` a parameter. ``ConfigError``
+    names what does not fit together.
     """
     modules: dict[str, ModuleSpec] = {}
     found: dict[str, Tensor] = {}
@@ -74,7 +75,7 @@ def _wrapped(tensors: Mapping[str, Tensor], targets: Sequence[str], path: Path) 
     found = {}
     for module, stems in wrappers.items():
         leaves = {
-            leaf for target in targets if _is_of(module, target.rpartition(".")[0])
+            leaf for target in targets if _is_of(module, target.rpartition(".")[0] or "experts")
             for leaf in [target.rpartition(".")[2]] if leaf != "weight"
         }  # fmt: skip
         if not leaves:

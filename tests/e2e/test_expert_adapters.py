@@ -34,6 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"layers.1.mlp.experts.down_proj": 5},
     },
     "attention": {"r": 4, "target_modules": ["q_proj", "v_proj"]},
+    "linears": {  # of which PEFT makes target_parameters, of twice the rank for gate and up
+        "r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"],
+    },
 }  # fmt: skip
 PROMPT = list(range(3, 40))
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -160,6 +163,17 @@ def test_files_with_a_linear_of_each_expert_are_stacked(engine, base, tmp_path) 
         merged = old_file(base, tmp_path / str(alone), alone)
         engine.load_lora_adapter("old", tmp_path / str(alone) / "attention")
         check(said(engine, ["old"])[0], merged)
+
+
+def test_files_of_linears_that_peft_made_parameters_of_are_read(engine, base, tmp_path) -> None:
+    """Of gate_proj and its like, whose stacks they are in transformers 5, in twice their rank."""
+    model = peft_model(base, "linears")
+    assert model.peft_config["linears"].target_parameters == {"gate_up_proj", "down_proj"}
+    model.save_pretrained(tmp_path)
+    sent = engine.update_weights(model, adapters_only=True)
+    read = engine.update_weights(adapters={"linears": tmp_path / "linears"})
+    assert read.adapters["linears"].digest == sent.adapters["linears"].digest
+    check(said(engine, ["linears"])[0], model)
 
 
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(engine, base, tmp_path) -> None:
