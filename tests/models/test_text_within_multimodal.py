@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 import transformers
+from adapted_models import shaken
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
@@ -93,6 +95,19 @@ def test_the_text_of_a_multimodal_checkpoint_is_served_and_updated(tmp_path, kin
         assert not engine.check_weights(second).differing
         with pytest.raises(WeightMismatch, match=r"model\.layer\.0"):
             engine.update_weights({**first.state_dict(), "model.layer.0": torch.ones(1)})
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peft_model_around_it_is_sent_merged(tmp_path, kind):
+    """What its adapters change of a tower is passed over, as the tower is."""
+    model = multimodal(kind, tmp_path)
+    config = LoraConfig(r=2, target_modules=["q_proj", "o_proj", "fc1"])
+    model = shaken(get_peft_model(model, config), 1).eval()
+    with Rollout(str(tmp_path), device="cpu", dtype="float32") as engine:
+        engine.update_weights(model)
+        assert engine.check_weights(model).equal
+        assert not engine.check_weights(model.merge_and_unload()).differing
 
 
 def test_every_rank_takes_its_part_of_a_nested_text_model(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from adapted_models import shaken
+from peft import LoraConfig, get_peft_model
 from tiny_vision import END, PAD, START, check_greedy, picture, reference, write_vision
 
 from rollout import Rollout, SamplingParams
@@ -54,6 +56,21 @@ def test_an_update_brings_the_tower_and_equals_a_fresh_start(tmp_path, kind):
         engine.sleep(1)
         engine.wake_up()
         assert sampled(engine).outputs[0].logprobs.raw == fresh.outputs[0].logprobs.raw
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
+def test_a_peft_model_is_sent_merged_tower_and_all(tmp_path, kind, partial):
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "qkv"])
+    model = shaken(get_peft_model(write_vision(tmp_path, kind), config), 1).eval()
+    with Rollout(tmp_path, **SETTINGS) as engine:
+        engine.update_weights(model, partial=partial)
+        assert engine.check_weights(model).equal
+        [output] = engine.generate([PROMPT], GREEDY, images=[[picture(1)]])
+        merged = model.merge_and_unload()
+        check_greedy(merged, output, [picture(1)])
+        assert not engine.check_weights(merged).differing
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])

@@ -245,7 +245,8 @@ class Detected:
         if isinstance(self.obj, nn.Module):
             from rollout.weight_sync.trainer.sources.lora import MergePlan
 
-            plan = MergePlan.of(bare_module(self.obj), partial, merge=not self.unmerged)
+            model = bare_module(self.obj)
+            plan = MergePlan.of(model, partial, not self.unmerged, naming.name_of)
             if plan is not None:
                 from rollout.weight_sync.trainer.sources.lora import MergedSource
 

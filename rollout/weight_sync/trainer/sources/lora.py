@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError, SourceFailed, some
-from rollout.weight_sync.trainer.sources.names import submodules, wire_dtype
+from rollout.weight_sync.trainer.sources.names import NameOf, submodules, wire_dtype
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import WRAPPERS, unwrapped
 
@@ -92,15 +92,22 @@ class MergePlan:
     ``additions``: by file name, what is added to a weight, in order. ``owners``: by name of a
     factor, the weight it is for. ``partial``: leave out what the adapters do not change, which is
     what they neither adapt, nor save, nor train. ``merge`` False: the base alone, whose adapters
-    go beside it. Raises ``ConfigError`` naming the layer for what cannot be merged tensor by
-    tensor: DoRA of embeddings or beside other active adapters, other variants, quantised bases,
-    other tuners, and weights that are adapted here and tied to others there.
+    go beside it. ``place``: from a file name to the engine's, None of what it does not take.
+    Raises ``ConfigError`` naming the layer for what cannot be merged tensor by tensor: DoRA of
+    embeddings or beside other active adapters, other variants, quantised bases, other tuners, and
+    weights that are adapted here and tied to others there.
     """
 
-    def __init__(self, module: nn.Module, partial: bool = False, merge: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        partial: bool = False,
+        merge: bool = True,
+        place: NameOf = lambda name: name,
+    ) -> None:
         self.additions: dict[str, list[Addition]] = defaultdict(list)
         self.owners: dict[str, str] = {}
-        self._partial, self._merge = partial, merge
+        self._partial, self._merge, self._place = partial, merge, place
         self._paths: dict[str, tuple[str, bool]] = {}  # by a module's path: in a file, and changed
         self._trained: set[str] = set()
         self._holders: dict[int, list[str]] = defaultdict(list)
@@ -109,11 +116,17 @@ class MergePlan:
         self._refuse_ties()
 
     @classmethod
-    def of(cls, module: nn.Module, partial: bool = False, merge: bool = True) -> MergePlan | None:
+    def of(
+        cls,
+        module: nn.Module,
+        partial: bool = False,
+        merge: bool = True,
+        place: NameOf = lambda name: name,
+    ) -> MergePlan | None:
         """The plan of ``module``, None where no part of it is PEFT's."""
         if "peft" not in sys.modules or not any(map(is_peft, submodules(module))):
             return None
-        return cls(module, partial, merge)
+        return cls(module, partial, merge, place)
 
     def name_of(self, raw: str) -> str | None:
         """What a tensor of the module is gathered as: its file name, a factor's own, or None."""
@@ -127,7 +140,7 @@ class MergePlan:
         found = join(to, leaf)
         if self._partial and not changed and found not in self._trained:
             return None
-        return found
+        return self._place(found)
 
     def factors_of(self, target: str) -> list[str]:
         return [name for one in self.additions[target] for name in one.factors.values()]
@@ -139,7 +152,8 @@ class MergePlan:
         self._paths[path] = (to, changed)
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                self._holders[id(parameter)].append(join(to, leaf))
+                name = join(to, leaf)
+                self._holders[id(parameter)].append(self._place(name) or name)
                 if parameter.requires_grad:
                     self._trained.add(join(to, leaf))
         if is_peft(module, "BaseTunerLayer"):
@@ -201,8 +215,9 @@ class MergePlan:
                 self._add(join(to, "bias"), Addition(layer, adapter, {"bias": name}))
 
     def _add(self, target: str, addition: Addition) -> None:
-        self.additions[target].append(addition)
-        self.owners.update(dict.fromkeys(addition.factors.values(), target))
+        if (placed := self._place(target)) is not None:
+            self.additions[placed].append(addition)
+            self.owners.update(dict.fromkeys(addition.factors.values(), placed))
 
     def _visit_saved(self, module: Any, path: str, to: str) -> None:
         """A module that is trained as a whole, beside the original one."""
