@@ -9,7 +9,7 @@ weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +30,7 @@ from rollout.weight_sync.versions.adapter_files import check_name
 from rollout.weight_sync.versions.follower import looks
 from rollout.weights import Box
 from rollout.weights.adapters import BIASED, EXPERTS
+from rollout.weights.names import placed
 
 MAX_NAMES = 1024
 
@@ -129,6 +130,7 @@ class MergedAdapters:
                 f"adapter cannot be merged into it; make the checkpoint live again, by a full "
                 f"update from {model} (update_weights({model!r})), or go on with full updates"
             )
+        adapter = None if adapter is None else adapter.placed(info.prefixes)
         modules = {} if adapter is None else adapter.spec.modules
         for name, of in sorted(modules.items()):
             if of.kind in (EXPERTS, BIASED):
@@ -146,7 +148,7 @@ class MergedAdapters:
         version, timeout = info.version + 1, self._config.timeout
         label = None if loaded is None else loaded.name
         options = UpdateOptions(partial=True, version=version, label=label, timeout=timeout)
-        items = self._merged(wanted, adapter)
+        items = self._merged(wanted, adapter, info.prefixes)
         receipt = publish(items, connect=lambda: link, options=options)
         self._live, self._touched, self._version = loaded, own, receipt.version
         if loaded is not None:
@@ -179,12 +181,18 @@ class MergedAdapters:
             self._made[digest] = None if self._live is None else self._live.name, self._touched
 
     def _merged(
-        self, wanted: frozenset[str], adapter: PeftAdapter | None
+        self, wanted: frozenset[str], adapter: PeftAdapter | None, prefixes: Mapping[str, str]
     ) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors that this adapter or the one before it changes."""
-        config = self._config
+        config, left = self._config, set(wanted)
         with open_checkpoint(config.model, config.revision, config.load_format) as checkpoint:
-            for name, lazy in checkpoint.items():
-                if name in wanted:
+            for raw, lazy in checkpoint.items():
+                if (name := placed(raw, prefixes)) in left:
+                    left.remove(name)
                     weight = lazy.read(Box.full(lazy.shape))
                     yield name, weight if adapter is None else adapter.merged(name, weight)
+        if left:
+            raise ConfigError(
+                f"{config.model} has no tensor {min(left)}, which the adapter changes: start the "
+                "engine with max_adapters=, or send the trainer's PEFT model"
+            )

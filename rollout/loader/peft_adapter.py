@@ -34,6 +34,7 @@ from rollout.weights.adapters import (
     ModuleSpec,
 )
 from rollout.weights.files import open_weights
+from rollout.weights.names import placed
 
 MAX_RANK = 1024
 ADAPTER_DIRECTORY = (
@@ -89,6 +90,17 @@ class PeftAdapter:
                 scaling = _scaling(settings, name, rank)
                 modules[name] = ModuleSpec(rank=rank, scaling=scaling, kind=kind)
         return cls(AdapterSpec(modules=modules), tensors | experts)
+
+    def placed(self, prefixes: Mapping[str, str]) -> PeftAdapter:
+        """By the names of an engine that knows ``prefixes`` before them (``weights.names.placed``);
+        what it does not take keeps its own.
+        """
+        modules = {
+            (placed(f"{module}.weight", prefixes) or module).removesuffix(".weight"): spec
+            for module, spec in self.spec.modules.items()
+        }
+        tensors = {placed(key, prefixes) or key: tensor for key, tensor in self.tensors.items()}
+        return PeftAdapter(AdapterSpec(modules=modules), tensors)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """The tensor ``name`` of a checkpoint with what is added to it, by PEFT's own arithmetic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -108,6 +109,27 @@ def test_a_peft_model_around_it_is_sent_merged(tmp_path, kind):
         engine.update_weights(model)
         assert engine.check_weights(model).equal
         assert not engine.check_weights(model.merge_and_unload()).differing
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+@pytest.mark.parametrize("kind", [*KINDS, "nemotron_h"])  # whose files say "backbone."
+def test_a_directory_of_peft_is_merged_under_the_names_that_files_have(tmp_path, kind):
+    base = tmp_path / "base"
+    model = multimodal(kind, base) if kind in KINDS else write_tiny(base, kind)
+    names = [n for n, _ in model.named_modules() if n.endswith("self_attn.q_proj")]
+    names = [n for n in names if "vision" not in n] or ["q_proj"]
+    model = shaken(get_peft_model(model, LoraConfig(r=2, target_modules=names)), 1).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    with Rollout(str(base), device="cpu", dtype="float32") as engine:
+        engine.load_lora_adapter("math", tmp_path / "adapter")
+        assert engine.check_weights(model).equal
+        engine.unload_lora_adapter("math")
+        assert engine.check_weights(str(base)).equal
+        for file in (tmp_path / "adapter").glob("*.safetensors"):
+            held = {re.sub(r"layers\.\d", "layers.9", n): t for n, t in load_file(file).items()}
+            save_file(held, file)
+        with pytest.raises(ConfigError, match=r"layers\.9\..* which is no weight of this model"):
+            engine.load_lora_adapter("math", tmp_path / "adapter")
 
 
 def test_every_rank_takes_its_part_of_a_nested_text_model(tmp_path):
