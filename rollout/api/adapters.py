@@ -31,6 +31,7 @@ from rollout.weight_sync.versions.follower import looks
 from rollout.weights import Box
 from rollout.weights.adapters import BIASED, EXPERTS
 from rollout.weights.names import placed
+from rollout.weights.spellings import Spellings
 
 MAX_NAMES = 1024
 
@@ -130,7 +131,9 @@ class MergedAdapters:
                 f"adapter cannot be merged into it; make the checkpoint live again, by a full "
                 f"update from {model} (update_weights({model!r})), or go on with full updates"
             )
-        adapter = None if adapter is None else adapter.placed(info.prefixes)
+        shapes = {meta.name: meta.shape for meta in info.tensors}
+        prefixes = {**info.prefixes, **Spellings.of(shapes, info.spelled).modules()}
+        adapter = None if adapter is None else adapter.placed(prefixes)
         modules = {} if adapter is None else adapter.spec.modules
         for name, of in sorted(modules.items()):
             if of.kind in (EXPERTS, BIASED):
@@ -148,7 +151,7 @@ class MergedAdapters:
         version, timeout = info.version + 1, self._config.timeout
         label = None if loaded is None else loaded.name
         options = UpdateOptions(partial=True, version=version, label=label, timeout=timeout)
-        items = self._merged(wanted, adapter, info.prefixes)
+        items = self._merged(wanted, adapter, prefixes)
         receipt = publish(items, connect=lambda: link, options=options)
         self._live, self._touched, self._version = loaded, own, receipt.version
         if loaded is not None:

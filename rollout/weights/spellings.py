@@ -103,6 +103,16 @@ class Spellings:
     def names(self) -> list[str]:
         return [*self.renames, *self.fused]
 
+    def modules(self) -> dict[str, str]:
+        """Of weights that have another name, what names within their modules begin with, as
+        ``weights.names.placed`` takes it: those of adapters are not among the renamed."""
+        end = "weight"
+        return {
+            name.removesuffix(end): own.removesuffix(end)
+            for name, own in self.renames.items()
+            if name.endswith(f".{end}") and own.endswith(f".{end}")
+        }
+
     def split_shape(self, name: str, shape: Shape) -> list[tuple[str, Shape]]:
         """What a tensor of this name and shape is in file form."""
         if (rows := self.cut_of(name, shape)) is not None:

@@ -33,6 +33,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"layers.1.mlp.down_proj": 1},
     },
 }
+LAYERS = ["dense", "sparse", "sparse"]
 PROMPT = list(range(3, 40))
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
@@ -213,6 +214,34 @@ def test_other_architectures_answer_as_peft_does(arch, tmp_path) -> None:
         plain, adapted = said(rollout, [None, "a"])
     check(plain, AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     check(adapted, read(tmp_path / "base", folder))
+
+
+def test_linears_that_files_name_otherwise_than_modules_answer_as_pefts(tmp_path) -> None:
+    """Kimi-Linear's gates, and what its files call block_sparse_moe: in slots, and merged."""
+    base = tmp_path / "base"
+    names = {n for n, _ in write_tiny(base, "kimi_linear", mlp_layer_types=LAYERS).named_modules()}
+    leaves = (
+        "forget_gate.f_a_proj",
+        "forget_gate.f_b_proj",
+        "shared_experts.up_proj",
+        "0.mlp.down_proj",
+    )
+    targets = sorted(name for name in names if name.endswith(leaves))
+    assert len(targets) > len(leaves)
+    model = peft_model(base, "math", 1, r=4, target_modules=targets)
+    model.save_pretrained(tmp_path / "files")
+    settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64}
+    with Rollout(base, max_adapters=3, **settings) as rollout:
+        rollout.update_weights(model, adapters_only=True)
+        rollout.load_lora_adapter("b", tmp_path / "files" / "math")
+        plain, *adapted = said(rollout, [None, "math", "b"])
+    check(plain, AutoModelForCausalLM.from_pretrained(base))
+    for each in adapted:
+        check(each, model)
+    with Rollout(base, **settings) as rollout:
+        rollout.load_lora_adapter("a", tmp_path / "files" / "math")
+        check(said(rollout, [None])[0], model)
+        assert rollout.check_weights(model).equal
 
 
 @pytest.mark.more

@@ -164,8 +164,12 @@ class Detected:
         """
         models = [part for part in self.components if adapter_of(part) is None]
         check_components(models, info.components)
+        prefixes = info.prefixes
+        if len(models) < len(self.components):
+            shapes = {meta.name: meta.shape for meta in info.tensors}
+            prefixes = {**prefixes, **Spellings.of(shapes, info.spelled).modules()}
         adapters = {
-            name: part.spec(info.prefixes)
+            name: part.spec(prefixes)
             for component, part in self.parts
             if (name := adapter_of(component)) is not None
         }
@@ -176,7 +180,7 @@ class Detected:
             group=group,
             tensors=info.tensors,
             partial=partial,
-            prefixes=info.prefixes,
+            prefixes=prefixes,
             spelled=info.spelled,
             schemes=info.schemes,
         )
