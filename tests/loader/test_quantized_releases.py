@@ -82,12 +82,14 @@ def test_check_says_of_mxfp4_that_its_experts_are_held_as_they_are(tmp_path):
         ({"weights": {"num_bits": 8, "strategy": "channel", "symmetric": False}}, "zero points"),
         ({"weights": None}, "must say one grid of weights, got 0"),
         ({"method": "hqq"}, "quantization_config is not supported"),
+        ({"turned": {"config_groups": {"u": {"type": "hadamard"}}}}, "transform_config of"),
     ],
 )
 def test_check_refuses_what_no_scheme_here_is(tmp_path, changes, match):
     write_tiny(tmp_path, "llama")
     packed = json.loads(json.dumps(CONFIGS["int8"]))
     packed["quant_method"] = changes.get("method", packed["quant_method"])
+    packed["transform_config"] = changes.get("turned", {})
     if "weights" in changes:
         packed["config_groups"]["group_0"]["weights"] = changes["weights"]
     values = json.loads((tmp_path / "config.json").read_text())

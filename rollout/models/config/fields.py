@@ -155,3 +155,9 @@ def _refuse_unsupported(read: Reader) -> None:
             "experts, GPTQ, AWQ and compressed-tensors in 8 bits or packed; use an unquantised "
             "checkpoint"
         )
+    turned = packed.get("transform_config") if isinstance(packed, Mapping) else None
+    if isinstance(turned, Mapping) and turned.get("config_groups"):  # QuIP's and SpinQuant's
+        raise ConfigError(
+            f"{read.file}: transform_config of compressed-tensors is not supported: it rotates "
+            "activations, too; use a checkpoint without it"
+        )
