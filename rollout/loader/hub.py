@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.errors import ConfigError
 from rollout.loader.modelscope import SCHEME, fetch_modelscope
-from rollout.loader.remote import SIDE_FILES, fetch_side_files, is_remote
+from rollout.loader.remote import SIDE_FILES, TEMPLATES, fetch_side_files, is_remote
 from rollout.weights.files import (
     PT,
     SAFETENSORS,
@@ -186,7 +186,9 @@ def copy_side_files(source: Path, target: Path) -> None:
     """All of a checkpoint but its weights and what indexes them."""
     if source.resolve() == target.resolve():
         return
-    for path in source.iterdir():
+    for path in (*source.iterdir(), *source.glob(f"{TEMPLATES}/*")):
         named = any(fnmatch(path.name, pattern) for pattern in SIDE_FILES)
         if named and path.is_file() and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
+            into = target / path.relative_to(source)
+            into.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, into)

@@ -26,6 +26,7 @@ from rollout.weights.files.safetensors_files import Row, rows_of
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
 WHOLE = "model.safetensors"  # all weights in one file
+TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer that has several
 RANGE = 8 << 20  # bytes of one request
 AT_ONCE = 8  # requests of one tensor
 MAX_HEADER = 100 << 20  # bytes, as safetensors itself has it
@@ -46,6 +47,10 @@ def fetch_side_files(url: str) -> Path:
     names = {path.rsplit("/", 1)[-1]: path for path in _listed(fs, root, url)}
     if "config.json" not in names:
         raise ConfigError(f"{url} holds no config.json; is it a checkpoint?")
+    if TEMPLATES in names:
+        (target / TEMPLATES).mkdir(exist_ok=True)
+        held = _listed(fs, names.pop(TEMPLATES), url)
+        names |= {f"{TEMPLATES}/{path.rsplit('/', 1)[-1]}": path for path in held}
     for name, path in names.items():
         if any(fnmatch(name, pattern) for pattern in SIDE_FILES):
             half = target / f"{name}.{os.getpid()}.part"  # several ranks may do so at once

@@ -20,8 +20,17 @@ from safetensors.torch import load_file, save, save_file
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import ConfigError
-from rollout.loader import LoadRequest, find_loader, open_checkpoint, portable, register_loader
+from rollout.generation import ChatOptions
+from rollout.loader import (
+    LoadRequest,
+    find_loader,
+    open_checkpoint,
+    portable,
+    register_loader,
+    resolve_model,
+)
 from rollout.loader.remote import RemoteReader
 from rollout.loader.sharded_state import ShardedFiles, save_shard
 from rollout.models.build import build_tables
@@ -227,6 +236,20 @@ def test_a_whole_file_at_a_url_goes_before_an_index_that_an_earlier_save_has_lef
     fs.pipe_file(f"{root}/model.safetensors", save({"only": torch.ones(3)}))
     with open_checkpoint(url) as checkpoint:
         assert [meta.name for meta in checkpoint.metadata()] == ["only"]
+
+
+def test_further_chat_templates_come_with_a_tokenizer_and_stay_beside_saved_weights(url, tmp_path):
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{root}/additional_chat_templates/tool_use.jinja", b"{{ tools[0].name }}")
+    fs.pipe_file(f"{root}/chat_template.jinja", b"{{ messages[0].content }}")
+    with Rollout(url, **CPU) as r:
+        r.save_sharded_state(tmp_path / "state")
+    for where in (resolve_model(url), tmp_path / "state"):
+        found = Tokenizer.load(str(where))
+        assert found is not None
+        tools = ChatOptions(tools=({"name": "look"},))
+        messages = [{"role": "user", "content": "hi"}]
+        assert (found.render_chat(messages), found.render_chat(messages, tools)) == ("hi", "look")
 
 
 def test_what_is_wrong_at_a_url_is_named(url):
