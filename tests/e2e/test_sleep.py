@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -21,6 +23,8 @@ from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
 from rollout.errors import EngineBroken, EngineClosed, EngineError, SourceFailed, VersionConflict
+from rollout.testing.faults import Fault, FaultyLink
+from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 
 PAGE = 4
 PROMPT = list(range(5, 5 + 4 * PAGE))
@@ -177,6 +181,27 @@ def test_frozen_requests_go_on_with_the_weights_that_came_while_the_cache_slept(
         assert len(sample.token_ids) == 300
         assert [span.version for span in sample.weight_versions] == [0, receipt.version]
         assert [span.version for span in sample.kv_spans] == [receipt.version]
+
+
+@pytest.mark.parametrize("staging", ["device", "none"])
+def test_an_update_whose_weights_a_sleep_drops_before_its_commit_fails(models, staging) -> None:
+    path, sets, greedy = models
+    with start(path, 2) as rollout:
+        link = FaultyLink(rollout._async.backend.link, Fault("delay", phase="commit", seconds=1.0))
+        options = UpdateOptions(staging=staging, timeout=10.0)
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(publish, sets[1], connect=lambda: link, options=options)
+            while rollout.weight_info().state != "staged" and not sent.done():
+                time.sleep(0.01)
+            rollout.sleep(2)
+            with pytest.raises(VersionConflict, match="the engine fell asleep meanwhile"):
+                sent.result()
+        rollout.wake_up()
+        assert (rollout.weight_info().state, rollout.weight_version) == ("broken", 0)
+        with pytest.raises(EngineBroken):
+            rollout.generate([PROMPT], GREEDY)
+        rollout.update_weights(sets[2])
+        assert rollout.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == greedy[2]
 
 
 LARGE = {

@@ -346,6 +346,7 @@ class ModelInstances:
     def drop_weights(self) -> None:
         """Drop both instances; only a full update brings weights back."""
         self.drop_shadow()
+        self._in_place = False  # what was loaded there goes, too: there is nothing to commit
         with self.reader.lock:
             self._live = self._live_is = None
             self._parked = {}
@@ -388,9 +389,7 @@ class ModelInstances:
 
     def _swap(self) -> bool:
         """Exchange the two; returns whether that moved bytes."""
-        live, shadow = self._live, self._shadow
-        if shadow is None:
-            raise VersionConflict("this rank holds no other version to switch to")
+        live, shadow = self._live, self.instance(False)
         elsewhere = shadow.build.device != self._device
         held = self._pinned and not self._may_flip(shadow)
         moves = live is not None and (held or elsewhere)
