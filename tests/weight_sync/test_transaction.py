@@ -541,8 +541,21 @@ def test_a_reply_lost_before_the_commit_is_a_failure(engine, new) -> None:
 def test_a_rollback_brings_the_label_back(engine, new, checkpoints) -> None:
     update(engine, new, label="good")
     update(engine, checkpoints[1], label="bad")
+    assert engine.rollback(DEADLINE).label == "good"
+    assert engine.info().label == "good"
+    update(engine, checkpoints[1], label="worse")  # after a rollback, too
     engine.rollback(DEADLINE)
     assert engine.info().label == "good"
+
+
+def test_a_rollback_brings_back_the_label_that_was_given_to_what_is_live(
+    engine, new, checkpoints
+) -> None:
+    update(engine, new, label="first")
+    engine.coordinator.relabel("renamed")
+    update(engine, checkpoints[1], label="bad")
+    engine.rollback(DEADLINE)
+    assert engine.info().label == "renamed"
 
 
 def test_a_rollback_never_brings_back_what_was_no_version(engine, new, checkpoints) -> None:

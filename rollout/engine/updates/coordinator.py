@@ -68,6 +68,7 @@ class Coordinator:
         self._host = host_id() if engine.one_host else ""  # that of all ranks
         self.limits, self._note_version = UpdateLimits(), note_version
         self._label: str | None = None
+        self.label_before: str | None = None  # of the version before the live one
         self.turn = Turn(engine)
         self._last_wanted: tuple[Mapping[str, AdapterSpec], dict[str, TensorMeta]] = {}, {}
         self._deciding = threading.Lock()
@@ -382,7 +383,7 @@ class Coordinator:
             self.merged_before, self.merged = self.merged, merged
         if self._note_version is not None and (held or not models):
             self._note_version(receipt.version, held, self.adapters.known)
-        self._label = label
+        self.label_before, self._label = self._label, label
         self.can_roll_back, self.models_changed = reversible, models
         self.adapters.prune()
         self.engine.counters.record_update(receipt.timings.get("stall", 0.0))

@@ -124,13 +124,11 @@ class Rollback:
             ranks=(),
             update_id=self.update_id,
             transport="rollback",
+            label=of.label_before,
             adapters=found,
             details=before,
         )
-        labels = [kept.label for kept in of.receipts if kept.version < version - 1]
-        of.record(
-            receipt, labels[-1] if labels else None, held, models=models, merged=of.merged_before
-        )
+        of.record(receipt, receipt.label, held, models=models, merged=of.merged_before)
         return receipt
 
     def _check(self, request: PrepareRollback) -> None:
