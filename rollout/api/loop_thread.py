@@ -70,13 +70,17 @@ class LoopThread:
         try:
             self._loop.run_forever()
             self._loop.run_until_complete(asyncio.sleep(0))  # calls that came with the end
-            while left := asyncio.all_tasks(self._loop):
-                for task in left:
-                    task.cancel()
-                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._end_tasks()
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._end_tasks()  # of calls that came even then
         finally:
             self._loop.close()
+
+    def _end_tasks(self) -> None:
+        while left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
 
 class _Call(Generic[R]):
@@ -116,6 +120,7 @@ class _Call(Generic[R]):
     def _ended(self, task: asyncio.Task[R]) -> None:
         failure = None if task.cancelled() else task.exception()  # looked at: it was not forgotten
         if task.cancelled():
+            self.drop()  # it may have been cancelled before its first step
             self.result.cancel()
         if not self.result.set_running_or_notify_cancel():
             return

@@ -322,9 +322,7 @@ class RolloutClient:
     def open(self) -> GrpcWeightChannel:
         """A channel for one update; its lease is one stream, opened by ``begin``."""
         return GrpcWeightChannel(
-            self._connection.sync(),
-            self.address,
-            self._connection.metadata,
+            self._connection,
             check_partial=self._check_partial,
             committed=self.committed,
         )

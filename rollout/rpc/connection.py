@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineClosed, RequestAborted
 from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc, is_typed
 from rollout.rpc.tls import ClientTls
 from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks
@@ -37,9 +37,15 @@ class Connection:
 
     def ask(self, stub: Any, method: str, request: Any, timeout: float) -> Any:
         """A blocking call, which ends within ``timeout`` seconds."""
-        with self.errors():
-            call = getattr(stub(self.sync()), method)
-            return call(request, timeout=timeout, metadata=self.metadata)
+        channel = self.sync()
+        try:
+            with self.errors():
+                call = getattr(stub(channel), method)
+                return call(request, timeout=timeout, metadata=self.metadata)
+        except (RequestAborted, ValueError) as error:  # gRPC's words for a channel that is closed
+            if not self.was_closed(channel):
+                raise
+            raise EngineClosed(self.closed_text) from error
 
     async def call(self, stub: Any, method: str, request: Any, timeout: float) -> Any:
         """As ``ask``, in the running loop."""
@@ -84,6 +90,14 @@ class Connection:
         aio, self._aio = self._aio, None
         if aio is not None and aio[0] is asyncio.get_running_loop():
             await aio[1].close()
+
+    def was_closed(self, channel: grpc.Channel) -> bool:
+        """Whether this process has closed it, by ``close_sync``, which ends its calls."""
+        return self._sync is not channel
+
+    @property
+    def closed_text(self) -> str:
+        return f"the connection to {self.address} was closed while the call ran"
 
     def close_sync(self) -> None:
         """A later call opens a new one."""

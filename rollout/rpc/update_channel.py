@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 from torch import Tensor
 
-from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
+from rollout.errors import DeadlineExceeded, EngineClosed, RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import UPDATE, command_to_wire, document
+from rollout.rpc.connection import Connection
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import error_from_rpc, is_typed, reason
 from rollout.weight_sync.protocol.link import Forward, StreamOffer
@@ -68,15 +69,14 @@ class GrpcWeightChannel:
 
     def __init__(
         self,
-        channel: grpc.Channel,
-        address: str,
-        metadata: tuple[tuple[str, str], ...],
+        connection: Connection,
         *,
         check_partial: Callable[[], None],
         committed: Callable[..., None],
     ) -> None:
-        self._update = _update_of(channel)
-        self._address, self._metadata = address, metadata
+        self._connection, self._channel = connection, connection.sync()
+        self._update = _update_of(self._channel)
+        self._address, self._metadata = connection.address, connection.metadata
         self._check_partial, self._committed = check_partial, committed
         self._aborted: str | None = None
         self._outbox = Outbox()
@@ -211,7 +211,10 @@ class GrpcWeightChannel:
         self._start()
 
     def _start(self) -> threading.Thread:
-        self._call = self._update(self._outbox.messages(), metadata=self._metadata)
+        try:
+            self._call = self._update(self._outbox.messages(), metadata=self._metadata)
+        except ValueError as error:  # gRPC's word for a channel that is closed
+            raise EngineClosed(self._connection.closed_text) from error
         self._reader = threading.Thread(target=self._read, name="rollout-update", daemon=True)
         self._reader.start()
         return self._reader
@@ -245,14 +248,17 @@ class GrpcWeightChannel:
 
     def _lost(self, error: Any) -> bool:
         """Whether the connection broke, on a stream that another one may replace."""
-        over = self._ended or self._aborted is not None
+        over = self._ended or self._aborted is not None or self._is_closed
         return bool(self._secret) and not over and not is_typed(error) and error.code() in _LOST
 
     def _connect_again(self) -> bool:
         """Replace the broken call by one that goes on behind it, within the grace."""
         deadline = time.monotonic() + self._grace
         while (left := deadline - time.monotonic()) > 0 and not self._ended and not self._aborted:
-            call = self._update(self._going_on(self._outbox.suspend()), metadata=self._metadata)
+            try:
+                call = self._update(self._going_on(self._outbox.suspend()), metadata=self._metadata)
+            except ValueError:  # closed here meanwhile: nobody waits for it
+                return False
             watch = threading.Timer(left, call.cancel)
             watch.daemon = True
             watch.start()
@@ -302,7 +308,13 @@ class GrpcWeightChannel:
             raise TransferFailed(f"{self._address} answered {got.WhichOneof('kind')} ({phase})")
         return getattr(got, kind)
 
+    @property
+    def _is_closed(self) -> bool:
+        return self._connection.was_closed(self._channel)
+
     def _failure(self, error: Any) -> RolloutError:
+        if self._is_closed and not is_typed(error):
+            return EngineClosed(self._connection.closed_text)
         lost = error.code() is grpc.StatusCode.UNAVAILABLE or (
             self._secret and error.code() in _LOST and not self._aborted
         )

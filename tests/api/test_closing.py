@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from api.conftest import ENGINE
 
 from rollout import AsyncRollout, RequestOutput, Rollout, SamplingParams
-from rollout.errors import EngineClosed, EngineError
+from rollout.api.loop_thread import LoopThread
+from rollout.errors import EngineClosed, EngineError, SourceFailed
 
 
 async def test_generations_beside_a_shutdown_all_end(bare_checkpoint: str) -> None:
@@ -54,3 +61,63 @@ def test_a_client_that_was_shut_down_changes_no_weights(engine: Rollout) -> None
         with pytest.raises(EngineClosed, match="this Rollout was shut down; make a new one"):
             verb()
     assert engine.weight_version == live
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", "grpc_stream"])
+def test_an_update_whose_client_is_shut_down_meanwhile_ends_at_once_and_says_so(
+    engine: Rollout, transport: str, eventually
+) -> None:
+    client, live = Rollout.connect(engine.address), engine.weight_info()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, meta in enumerate(live.tensors):
+            yield meta.name, torch.zeros(meta.shape)
+            if index == 5:
+                pool.submit(client.shutdown).result()
+
+    started = time.monotonic()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(EngineClosed, match="was closed while the call"),
+    ):
+        client.update_weights(tensors(), transport=transport, bucket_bytes=4096)
+    assert time.monotonic() - started < 5
+    eventually(lambda: engine.weight_info().state == "idle")
+    assert engine.weight_version == live.version
+
+
+def test_a_verb_that_waits_says_that_its_client_is_shut_down(engine: Rollout) -> None:
+    client, waiting = Rollout.connect(engine.address), []
+
+    def nothing() -> Iterator[tuple[str, torch.Tensor]]:
+        waiting.append(pool.submit(client.rollback))  # for the lease of this update
+        time.sleep(0.5)
+        client.shutdown()
+        yield from ()
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(SourceFailed):
+            engine.update_weights(nothing())
+        with pytest.raises(EngineClosed, match="was closed while the call"):
+            waiting[0].result()
+
+
+def test_calls_that_come_as_the_loop_ends_leave_no_task_and_no_warning(caplog, recwarn) -> None:
+    async def call() -> None: ...
+
+    def calls(thread: LoopThread) -> None:
+        with contextlib.suppress(EngineClosed):
+            while True:
+                thread.run(call())
+
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(40):
+            thread = LoopThread()
+            asking = [pool.submit(calls, thread) for _ in range(6)]
+            thread.run(asyncio.sleep(0.005))
+            thread.close()
+            for one in asking:
+                one.result()
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+    assert [str(warning.message) for warning in recwarn if "never awaited" in str(warning)] == []
