@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -14,6 +15,31 @@ from rollout.errors import ConfigError, EngineClosed, RequestAborted
 from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc, is_typed
 from rollout.rpc.tls import ClientTls
 from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks
+
+R = TypeVar("R")
+
+
+def uninterrupted(call: Callable[[], R]) -> R:
+    """``call()``, in a thread of its own where this is the one that Ctrl-C interrupts.
+
+    An interrupt in the midst of gRPC's code leaves its channel locked, and whatever is asked over
+    it next waits for good. What is interrupted here goes on by itself, within its own deadline.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    done: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - belongs to who waits
+            done.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="rollout-rpc", daemon=True).start()
+    except RuntimeError:  # the interpreter ends: no thread can be started any more
+        return call()
+    return done.result()
 
 
 class Connection:
@@ -41,7 +67,7 @@ class Connection:
         try:
             with self.errors():
                 call = getattr(stub(channel), method)
-                return call(request, timeout=timeout, metadata=self.metadata)
+                return uninterrupted(lambda: call(request, timeout=timeout, metadata=self.metadata))
         except (RequestAborted, ValueError) as error:  # gRPC's words for a channel that is closed
             if not self.was_closed(channel):
                 raise
@@ -82,7 +108,7 @@ class Connection:
     def sync(self) -> grpc.Channel:
         with self._lock:
             if self._sync is None:
-                self._sync = self._connected(grpc)
+                self._sync = uninterrupted(lambda: self._connected(grpc))
             return self._sync
 
     async def close_aio(self) -> None:
@@ -104,7 +130,7 @@ class Connection:
         with self._lock:
             channel, self._sync = self._sync, None
         if channel is not None:
-            channel.close()
+            uninterrupted(channel.close)
 
     def _connected(self, library: Any) -> Any:
         """A channel of ``grpc`` or ``grpc.aio``."""

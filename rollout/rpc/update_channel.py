@@ -15,7 +15,7 @@ from torch import Tensor
 from rollout.errors import DeadlineExceeded, EngineClosed, RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import UPDATE, command_to_wire, document
-from rollout.rpc.connection import Connection
+from rollout.rpc.connection import Connection, uninterrupted
 from rollout.rpc.outbox import Outbox
 from rollout.rpc.status import error_from_rpc, is_typed, reason
 from rollout.weight_sync.protocol.link import Forward, StreamOffer
@@ -194,7 +194,7 @@ class GrpcWeightChannel:
             self._reader.join(GRACE)
         self._ended = True
         self._outbox.close()
-        self._call.cancel()
+        uninterrupted(self._call.cancel)
         self._reader.join(GRACE)
         self._outbox.drop()
 
@@ -212,7 +212,9 @@ class GrpcWeightChannel:
 
     def _start(self) -> threading.Thread:
         try:
-            self._call = self._update(self._outbox.messages(), metadata=self._metadata)
+            self._call = uninterrupted(
+                lambda: self._update(self._outbox.messages(), metadata=self._metadata)
+            )
         except ValueError as error:  # gRPC's word for a channel that is closed
             raise EngineClosed(self._connection.closed_text) from error
         self._reader = threading.Thread(target=self._read, name="rollout-update", daemon=True)

@@ -1,8 +1,10 @@
 """The same verbs, embedded and over gRPC."""
 
 import asyncio
+import contextlib
 import inspect
 import os
+import random
 import re
 import signal
 import subprocess
@@ -266,6 +268,34 @@ def test_ctrl_c_ends_the_wait_and_aborts_the_request(face, engine, eventually):
     finally:
         signal.signal(signal.SIGINT, before)
         engine.resume_generation()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
+def test_ctrl_c_anywhere_within_a_clients_call_leaves_its_connection_to_others(engine):
+    def interrupt(_signal, _frame):
+        if armed:
+            armed.clear()
+            raise KeyboardInterrupt
+
+    armed, draw = set(), random.Random(3)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    client = Rollout.connect(engine.address)
+    client.weight_info()
+    other = threading.Thread(target=client.weight_info, daemon=True)  # may never end
+    try:
+        for _ in range(400):
+            with contextlib.suppress(KeyboardInterrupt):
+                armed.add(1)
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 3e-3))
+                client.weight_info()
+                armed.clear()
+        other.start()
+        other.join(30)
+        assert not other.is_alive()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    client.shutdown()
 
 
 def test_pause_sleep_and_wake_are_obeyed(face):
