@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError, EngineClosed, RequestAborted
 from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc, is_typed
 from rollout.rpc.tls import ClientTls
@@ -36,7 +37,7 @@ def uninterrupted(call: Callable[[], R]) -> R:
             done.set_exception(error)
 
     try:
-        threading.Thread(target=run, name="rollout-rpc", daemon=True).start()
+        NativeThread("rollout-rpc", run).start()
     except RuntimeError:  # the interpreter ends: no thread can be started any more
         return call()
     return done.result()
