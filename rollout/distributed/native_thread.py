@@ -56,6 +56,8 @@ class NativeThread(threading.Thread):
             atexit.unregister(self._end)
 
     def _end(self) -> None:
+        if self.ident is None:
+            return  # Ctrl-C came before it had begun
         stop = self._stop_work
         if stop is not None:
             stop()

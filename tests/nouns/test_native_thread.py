@@ -45,6 +45,16 @@ def work():
     print("stopped")
 native_thread.NativeThread("works", work, over.set).start()
 """
+INTERRUPTED = """
+def interrupted(*args, **given):
+    raise KeyboardInterrupt
+begin, threading._start_new_thread = threading._start_new_thread, interrupted
+try:
+    native_thread.NativeThread("never begun", stuck).start()
+except KeyboardInterrupt:
+    inside.set()
+threading._start_new_thread = begin
+"""
 
 
 def run(start: str) -> subprocess.CompletedProcess[str]:
@@ -66,3 +76,8 @@ def test_one_that_can_be_is_stopped() -> None:
 
 def test_a_main_thread_that_c_plus_plus_ends_does_not_wait_for_ever() -> None:
     assert run(ENDS).returncode == -signal.SIGALRM
+
+
+def test_one_that_ctrl_c_kept_from_beginning_is_not_waited_for() -> None:
+    done = run(INTERRUPTED)
+    assert (done.returncode, done.stderr) == (0, "")
