@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp._flat_param import FlatParameter
 
 from rollout.errors import SourceFailed, WeightError, WeightMismatch
 
@@ -54,6 +55,10 @@ def partitioned(tensor: Tensor) -> Tensor:
     return left
 
 
+def flattened(tensor: Tensor) -> Tensor:
+    return FlatParameter(tensor.flatten(), requires_grad=False)
+
+
 def freed(tensor: Tensor) -> Tensor:
     tensor = tensor.clone()
     tensor.untyped_storage().resize_(0)
@@ -74,6 +79,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "wrapper": (lambda t: Wrapper(t.to(torch.int8)), "stands for another tensor"),
     "sharded": (ShardedTensor, "ShardedTensor, .*pass the FSDP model"),
     "partitioned": (partitioned, "by ZeRO-3; pass the engine"),
+    "flat": (flattened, "pass the FSDP model"),
     "complex": (lambda t: t.to(torch.complex64), "complex64"),
 }
 FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -48,6 +48,8 @@ def fault(tensor: Any) -> str | None:
         )
     if hasattr(tensor, "ds_id") and not tensor.numel():
         return "is partitioned by ZeRO-3; pass the engine, or its module, on every rank"
+    if getattr(tensor, "_is_flat_param", False):
+        return "is what FSDP made of several tensors; pass the FSDP model itself, on every rank"
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised yet; run a forward pass first"
     if tensor.is_meta:
