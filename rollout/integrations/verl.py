@@ -15,6 +15,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from verl.workers.rollout.replica import (
 )
 
 from rollout.api import AsyncRollout, Rollout
+from rollout.distributed.native_thread import on_this_stream
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import RequestOutput, SamplingParams
 from rollout.integrations.teacher_rows import teacher_rows
@@ -263,7 +265,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
             self._rollout = await asyncio.to_thread(Rollout.connect, address, token)
         if isinstance(weights, AsyncIterator):
             items = pulled(weights, asyncio.get_running_loop())
-            await asyncio.to_thread(self._rollout.update_weights, items)
+            await asyncio.to_thread(on_this_stream(partial(self._rollout.update_weights, items)))
         else:
             self._rollout.update_weights(weights)  # here, where the trainer's collectives belong
 

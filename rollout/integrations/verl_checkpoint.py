@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+from rollout.distributed.native_thread import on_this_stream
 from rollout.errors import ConfigError
 from rollout.integrations.fan_out import FanOut
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -102,7 +104,7 @@ class TransportEngine(CheckpointEngine):  # type: ignore[misc]
     async def _send(self, engines: FanOut, weights: Any) -> list[UpdateReceipt]:
         if isinstance(weights, AsyncIterator):
             items = pulled(weights, asyncio.get_running_loop())
-            return await asyncio.to_thread(engines.update, items)
+            return await asyncio.to_thread(on_this_stream(partial(engines.update, items)))
         return engines.update(iter(weights))  # here, where the trainer's collectives belong
 
     def _close(self) -> None:
