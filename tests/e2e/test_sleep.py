@@ -22,6 +22,8 @@ from start_engines import start
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.engine.worker.rollback import RollbackSnapshot
+from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import EngineBroken, EngineClosed, EngineError, SourceFailed, VersionConflict
 from rollout.testing.faults import Fault, FaultyLink
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
@@ -201,6 +203,45 @@ def test_an_update_whose_weights_a_sleep_drops_before_its_commit_fails(models, s
         with pytest.raises(EngineBroken):
             rollout.generate([PROMPT], GREEDY)
         rollout.update_weights(sets[2])
+        assert rollout.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == greedy[2]
+
+
+def test_an_update_whose_shadow_a_sleep_drops_as_it_is_begun_says_so(models, monkeypatch) -> None:
+    path, sets, greedy = models
+    with start(path, 1) as rollout:
+        brought_up = ModelInstances._bring_up
+
+        def bring_up(self: ModelInstances, *args: Any) -> None:
+            brought_up(self, *args)
+            rollout.sleep(1)
+
+        with monkeypatch.context() as moment:
+            moment.setattr(ModelInstances, "_bring_up", bring_up)
+            with pytest.raises(VersionConflict, match="the engine fell asleep meanwhile"):
+                rollout.update_weights(list(sets[1].items())[:2], partial=True)
+        rollout.wake_up()
+        assert rollout.update_weights(sets[2]).version == 1
+        assert rollout.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == greedy[2]
+
+
+def test_an_update_in_place_whose_weights_a_sleep_drops_as_it_is_begun_says_so(
+    models, monkeypatch
+) -> None:
+    path, sets, greedy = models
+    with start(path, 1, undo="sparse") as rollout:
+        whole = RollbackSnapshot.whole
+
+        def kept(live: Any) -> RollbackSnapshot:
+            made = whole(live)
+            rollout.sleep(2)
+            return made
+
+        with monkeypatch.context() as moment:
+            moment.setattr(RollbackSnapshot, "whole", kept)
+            with pytest.raises(EngineBroken, match=r"dropped by sleep\(level=2\)"):
+                rollout.update_weights(sets[1], staging="none")
+        rollout.wake_up()
+        assert rollout.update_weights(sets[2]).version == 1
         assert rollout.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == greedy[2]
 
 

@@ -176,8 +176,9 @@ class ModelInstances:
                 held = None
                 self._shadow = self._make_shadow(device)
         if live is not None:
-            self._bring_up(live, self._shadow, held, None if partial else self._beside(components))
-        session = self._shadow.begin_load()
+            beside = None if partial else self._beside(components)
+            self._bring_up(live, self.instance(False), held, beside)
+        session = self.instance(False).begin_load()  # a sleep may have dropped it meanwhile
         self._written = session.journal if builds_on_live else None
         return session
 
@@ -213,7 +214,7 @@ class ModelInstances:
         elif self._undo != "shadow" and self._live_is is not None:
             self._kept = KeptVersion(RollbackSnapshot.whole(self._live), self._live_is, None)
         self._in_place, self._live_is = True, None
-        return self._live.begin_load()
+        return self.live.begin_load()
 
     def finish_load(self, live: bool) -> None:
         """Everything is loaded and derived: what is kept for a rollback may shrink."""
