@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from rollout.errors import ConfigError, RolloutError
@@ -41,7 +42,8 @@ class Drained:
     """
 
     def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
+        # Has no ``close``: an update that stops early would end the trainer's own generator by it.
+        self._items = chain(items)
         self.tell: Callable[[Exception | None], None] = lambda failure: None
 
     def __iter__(self) -> Iterator[Any]:

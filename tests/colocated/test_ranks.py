@@ -12,6 +12,7 @@ from tiny_models import write_tiny
 from trainer_processes import Job
 
 from rollout import ConfigError, InvalidRequest, Rollout, SamplingParams
+from rollout.api.rank_sources import Drained
 
 SCRIPT = Path(__file__).with_name("ranks_job.py")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8, 12]]
@@ -131,6 +132,22 @@ def test_a_source_that_fails_on_one_rank_fails_on_all_and_nothing_goes_live(
     assert same(job, "update_gathered")["version"] == 1
     assert same(job, "equal")
     same(job, "stop")
+
+
+def test_a_generator_that_an_update_left_early_is_read_to_its_end() -> None:
+    """A trainer's own gathers, which the other ranks go on with (without DTensors: ZeRO's)."""
+    gathered = []
+
+    def items() -> Iterator[Any]:
+        for number in range(4):
+            gathered.append(number)
+            yield f"{number}", torch.zeros(1)
+
+    drained = Drained(items())
+    for _ in drained:
+        break  # as where the first name is refused
+    assert drained.drain() is None
+    assert gathered == [0, 1, 2, 3]
 
 
 @pytest.mark.more
