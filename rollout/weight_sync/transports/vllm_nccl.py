@@ -41,7 +41,7 @@ class NcclMember:
         self._place = f"rank {rank} of {group.size} of the group at {group.host}:{group.port}"
         self._store: Any = None
         self._comm = ctypes.c_void_p()
-        self._closed = threading.Event()
+        self._closed, self._lock = threading.Event(), threading.Lock()
         try:
             self._nccl = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
@@ -49,19 +49,19 @@ class NcclMember:
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
 
     def join(self, timeout: float) -> None:
-        group, failed = self._group, []
+        group, failed = self._group, list[Exception]()
 
         def run() -> None:
             try:
                 with torch.cuda.device(self._device):
-                    uid = _UniqueId.from_buffer_copy(unique_id(bytes(self._store.get(ID_KEY))))
-                    self._check(
-                        self._nccl.ncclCommInitRank(
-                            ctypes.byref(self._comm), group.size, uid, self._rank
-                        )
-                    )
+                    uid = _UniqueId.from_buffer_copy(unique_id(bytes(store.get(ID_KEY))))
+                    made = ctypes.c_void_p()
+                    into = ctypes.byref(made)
+                    self._check(self._nccl.ncclCommInitRank(into, group.size, uid, self._rank))
+                    with self._lock:
+                        self._comm = made
                     if self._closed.is_set():  # meanwhile, when there was nothing to abort yet
-                        self._nccl.ncclCommAbort(self._comm)
+                        self._abort()
                         return
                     ones = torch.zeros(1, device=self._device)
                     self._launch("ncclAllReduce", ones, _FLOAT32, _SUM)
@@ -69,7 +69,7 @@ class NcclMember:
             except (RuntimeError, TransferFailed) as error:
                 failed.append(error)
 
-        self._store = dist.TCPStore(
+        store = self._store = dist.TCPStore(
             group.host, group.port, group.size, is_master=False, timeout=timedelta(seconds=timeout)
         )
         # NCCL's own rendezvous has no deadline: this thread is left behind at ours. On the stream
@@ -116,9 +116,15 @@ class NcclMember:
         if self._closed.is_set():
             return
         self._closed.set()
-        if self._comm:
-            self._nccl.ncclCommAbort(self._comm)
+        self._abort()
         self._store = None
+
+    def _abort(self) -> None:
+        """Once: what is aborted is freed."""
+        with self._lock:
+            made, self._comm = self._comm, ctypes.c_void_p()
+        if made:
+            self._nccl.ncclCommAbort(made)
 
     def _launch(self, name: str, tensor: Tensor, dtype: int, argument: int) -> None:
         """An in-place collective on the current stream; ``argument``: its operator or root."""
