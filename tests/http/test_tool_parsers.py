@@ -334,6 +334,36 @@ def test_a_thought_may_come_before_a_call() -> None:
     assert _streamed(reader, text, "") == whole
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"name": "a</tool_call>b", "arguments": {}}',
+            '<tool_call>{"name": "a</tool_call>b", "arguments": {}}',
+            [],
+        ),
+        (
+            "deepseek_v31",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁calls▁end｜>g<｜tool▁sep｜>{}",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁calls▁end｜>g<｜tool▁sep｜>{}",
+            [],
+        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "arguments": [1', "", ["{}"]),
+        ("llama3_json", '{"name": "f", "parameters": {}, "arguments": [1', "", ["{}"]),
+        ("llama3_json", '{"name": "f", "parameters": {}, "name": "g"}', "", ["{}"]),
+    ],
+)
+def test_what_a_stream_has_sent_stays_whatever_comes_behind_it(
+    name: str, text: str, content: str, calls: list[str]
+) -> None:
+    reader = MessageReader(calls=TOOL_PARSERS[name].parse, tools=TOOLS)
+    whole = reader.read(text, "", True)
+    assert whole.content == content
+    assert [(call.name, call.arguments) for call in whole.calls] == [("f", c) for c in calls]
+    assert _streamed(reader, text, "") == whole
+
+
 def _streamed(reader: MessageReader, text: str, prompt: str) -> Message:
     """The sum of the deltas when every character comes alone."""
     old, content, reasoning, calls = Message(), "", "", []

@@ -29,22 +29,26 @@ class Call:
 Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the parameters
 Parsed = tuple[str, list[Call]]  # text beside the calls, and the calls
 Parse = Callable[[str, bool, Tools], Parsed]
-Read = Callable[[int], tuple[list[Call], int | None]]  # calls from a place on, and their end
+Read = Callable[[str, int], tuple[list[Call], int | None]]  # from a place on, and their end
 
 
 def tagged(text: str, final: bool, opening: str, closing: str, read: Read) -> Parsed:
-    """Calls between tags; white space after one belongs to nobody."""
+    """Calls between tags; white space after one belongs to nobody.
+
+    What is no call yet where its tag closes was sent as text then, and stays that.
+    """
     content, calls, at = "", list[Call](), 0
     while (start := text.find(opening, at)) >= 0:
         content += text[at:start]
-        found, end = read(skip_space(text, start + len(opening)))
-        close = text.find(closing, start if end is None else end)
-        if not found:
+        close = text.find(closing, start + len(opening))
+        stop = len(text) if close < 0 else close + len(closing)
+        inside = text[start:stop]
+        if not read(inside, skip_space(inside, len(opening)))[0]:
             if close < 0 and not final:
                 return content, calls
-            at = len(text) if close < 0 else close + len(closing)
-            content += text[start:at]
+            content, at = content + inside, stop
             continue
+        found, end = read(text, skip_space(text, start + len(opening)))
         calls += found
         if end is None:
             return content, calls

@@ -69,7 +69,7 @@ class _Section:
     ended: str
 
     def parse(self, text: str, final: bool, tools: Tools) -> Parsed:
-        return tagged(text, final, self.begin, self.end, lambda at: self._read(text, at))
+        return tagged(text, final, self.begin, self.end, self._read)
 
     def _read(self, text: str, at: int) -> tuple[list[Call], int | None]:
         calls: list[Call] = []
@@ -153,7 +153,7 @@ _PYTHON_TAG, _ARGS = "<|python_tag|>", "[ARGS]"
 def _json_between(text: str, final: bool, opening: str, closing: str) -> Parsed:
     """An object that is a call, or a list of them, between tags."""
 
-    def read(at: int) -> tuple[list[Call], int | None]:
+    def read(text: str, at: int) -> tuple[list[Call], int | None]:
         if text.startswith("[", at):
             return _json_array(text, at)
         call, end = _json_call(text, at)
@@ -189,7 +189,7 @@ def _json_call(text: str, start: int) -> tuple[Call | None, int | None]:
         return None, None
     fields, end = object_fields(text, start)
     name = as_string(fields.get("name", ""))
-    key = next((key for key in ("arguments", "parameters") if key in fields), None)
+    key = next((key for key in fields if key in ("arguments", "parameters")), None)
     if not name or key is None:
         return None, end
     return Call(name, _plain(fields[key])), end

@@ -61,7 +61,7 @@ def object_fields(text: str, start: int) -> tuple[dict[str, str], int | None]:
         if at == len(text):
             return fields, None
         end = value_end(text, at)
-        fields[key] = text[at:end]
+        fields.setdefault(key, text[at:end])  # a second one of its name comes too late
         if end is None:
             return fields, None
         at = skip_space(text, end)

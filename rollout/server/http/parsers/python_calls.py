@@ -34,7 +34,7 @@ def olmo3(text: str, final: bool, tools: Tools) -> Parsed:
     or as Python has it, ``true`` or ``True``.
     """
 
-    def read(at: int) -> tuple[list[Call], int | None]:
+    def read(text: str, at: int) -> tuple[list[Call], int | None]:
         end = text.find(_CLOSE, at)
         body = text[at:] if end < 0 else text[at:end]
         if end < 0 and not final:

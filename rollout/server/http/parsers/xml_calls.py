@@ -18,7 +18,7 @@ Argument = tuple[str, str, int]  # its name, its value as JSON, and what follows
 def qwen3_coder(text: str, final: bool, tools: Tools) -> Parsed:
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>``."""
 
-    def read(at: int) -> tuple[list[Call], int | None]:
+    def read(text: str, at: int) -> tuple[list[Call], int | None]:
         if not text.startswith("<function=", at):
             return [], None
         close = text.find(">", at)
@@ -50,7 +50,7 @@ def glm45(text: str, final: bool, tools: Tools) -> Parsed:
     marks = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"
     opened, named, given, over, closing = marks
 
-    def read(at: int) -> tuple[list[Call], int | None]:
+    def read(text: str, at: int) -> tuple[list[Call], int | None]:
         begin = at
         while at < len(text) and text[at] not in "\n<":
             at += 1
@@ -83,7 +83,7 @@ def minimax_m2(text: str, final: bool, tools: Tools) -> Parsed:
     """``<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...``."""
     closing = "</minimax:tool_call>"
 
-    def read(at: int) -> tuple[list[Call], int | None]:
+    def read(text: str, at: int) -> tuple[list[Call], int | None]:
         return _invokes(text, at, "", closing, tools)
 
     return tagged(text, final, "<minimax:tool_call>", closing, read)
@@ -95,7 +95,7 @@ def deepseek_v32(text: str, final: bool, tools: Tools) -> Parsed:
     """
     closing = f"</{_DSML}function_calls>"
 
-    def read(at: int) -> tuple[list[Call], int | None]:
+    def read(text: str, at: int) -> tuple[list[Call], int | None]:
         return _invokes(text, at, _DSML, closing, tools)
 
     return tagged(text, final, f"<{_DSML}function_calls>", closing, read)
