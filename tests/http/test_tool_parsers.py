@@ -312,13 +312,26 @@ def test_the_ids_that_a_model_writes_are_those_of_its_calls() -> None:
         ({"type": "boolean"}, "True", True),
         ({"type": "number"}, "NaN", "NaN"),
         ({}, "12", "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "12", 12),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"allOf": [{"$ref": "#/$defs/Point"}]}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Loop"}, "12", "12"),
+        ({"$ref": "#/$defs/Nowhere"}, "12", "12"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": 1}, "1", 1),
+        ({"type": 5}, "1", "1"),
+        ({"type": [{}]}, "1", "1"),
     ],
 )
 def test_an_argument_that_is_written_plainly_is_of_its_declared_type(
     schema: dict[str, object], value: str, read: object
 ) -> None:
     text = f'<minimax:tool_call><invoke name="f"><parameter name="a">{value}</parameter></invoke>'
-    tools = {"f": {"properties": {"a": schema}}}
+    defined = {"Point": {"type": "object"}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
+    tools = {"f": {"properties": {"a": schema}, "$defs": defined}}
     _, (call,) = TOOL_PARSERS["minimax_m2"].parse(text, True, tools)
     assert json.loads(call.arguments) == {"a": read}
 

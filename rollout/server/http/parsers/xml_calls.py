@@ -25,7 +25,7 @@ def qwen3_coder(text: str, final: bool, tools: Tools) -> Parsed:
         if close < 0:
             return [], None
         name = text[at + len("<function=") : close].strip()
-        types = _properties(tools, name)
+        kinds = _parameter_kinds(tools, name)
 
         def argument(at: int) -> Argument | None:
             key_end, end = text.find(">", at), text.find("</parameter>", at)
@@ -33,7 +33,7 @@ def qwen3_coder(text: str, final: bool, tools: Tools) -> Parsed:
                 return None
             key = text[at + len("<parameter=") : key_end].strip()
             value = text[key_end + 1 : end].removeprefix("\n").removesuffix("\n")
-            return key, _typed(value, types.get(key)), end + len("</parameter>")
+            return key, _typed(value, kinds(key)), end + len("</parameter>")
 
         written, at = _arguments(text, close + 1, argument)
         if text.startswith("</function>", at):
@@ -57,7 +57,7 @@ def glm45(text: str, final: bool, tools: Tools) -> Parsed:
         name, at = text[begin:at].strip(), skip_space(text, at)
         if not name or not text.startswith((opened, closing), at):
             return [], None
-        types = _properties(tools, name)
+        kinds = _parameter_kinds(tools, name)
 
         def argument(at: int) -> Argument | None:
             key_end = text.find(named, at)
@@ -69,7 +69,7 @@ def glm45(text: str, final: bool, tools: Tools) -> Parsed:
             if not text.startswith(given, at) or end < 0:
                 return None
             value = text[at + len(given) : end]
-            return key, _typed(value, types.get(key)), end + len(over)
+            return key, _typed(value, kinds(key)), end + len(over)
 
         written, at = _arguments(text, at, argument)
         if text.startswith(closing, at):
@@ -102,6 +102,7 @@ def deepseek_v32(text: str, final: bool, tools: Tools) -> Parsed:
 
 
 _DSML = "｜DSML｜"
+_SAID = {'string="true"': {"string"}, 'string="false"': {"json"}}
 
 
 def _invokes(
@@ -116,17 +117,16 @@ def _invokes(
         if quote < 0 or close < quote:
             return calls, None
         name = text[at + len(opened) : quote]
-        types = _properties(tools, name)
+        kinds = _parameter_kinds(tools, name)
 
-        def argument(at: int, types: Mapping[str, Any] = types) -> Argument | None:
+        def argument(at: int, kinds: Callable[[str], set[str]] = kinds) -> Argument | None:
             quote = text.find('"', at + len(parameter))
             key_end, end = text.find(">", quote), text.find(ended, at)
             if not text.startswith(parameter, at) or quote < 0 or key_end < 0 or end < key_end:
                 return None
             key, said = text[at + len(parameter) : quote], text[quote + 1 : key_end].strip()
-            schema = {"type": "string"} if said == 'string="true"' else types.get(key)
-            schema = {"type": "json"} if said == 'string="false"' else schema
-            return key, _typed(text[key_end + 1 : end], schema), end + len(ended)
+            known = _SAID[said] if said in _SAID else kinds(key)
+            return key, _typed(text[key_end + 1 : end], known), end + len(ended)
 
         written, at = _arguments(text, close + 1, argument)
         if not text.startswith(over, at):
@@ -136,9 +136,50 @@ def _invokes(
     return calls, None if may_begin(text, at, opened, closing) else at
 
 
-def _properties(tools: Tools, name: str) -> Mapping[str, Any]:
-    declared = tools.get(name, {}).get("properties")
-    return declared if isinstance(declared, Mapping) else {}
+def _parameter_kinds(tools: Tools, name: str) -> Callable[[str], set[str]]:
+    """Which types each parameter of the tool may have; empty where its schema does not say."""
+    root = tools.get(name, {})
+    properties = root.get("properties")
+    declared = properties if isinstance(properties, Mapping) else {}
+    return lambda key: _kinds(declared.get(key), root)
+
+
+def _kinds(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    kinds, todo, followed = set[str](), [schema], set[str]()
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, Mapping):
+            continue
+        declared, ref = part.get("type"), part.get("$ref")
+        if declared is not None:
+            kinds |= {kind for kind in _listed(declared) if isinstance(kind, str)}
+        elif isinstance(ref, str):
+            if ref not in followed:
+                todo.append(_referred(ref, root))
+            followed.add(ref)
+        else:
+            values = [part["const"]] if "const" in part else _listed(part.get("enum"))
+            kinds |= {_KINDS.get(type(value), "number") for value in values}
+            for several in ("anyOf", "oneOf", "allOf"):
+                todo += _listed(part.get(several))
+    return kinds
+
+
+_KINDS = {str: "string", type(None): "null"}  # all others are written as JSON
+
+
+def _listed(given: Any) -> list[Any]:
+    if isinstance(given, list | tuple):
+        return list(given)
+    return [] if given is None else [given]
+
+
+def _referred(ref: str, root: Mapping[str, Any]) -> Any:
+    """What ``#/$defs/NAME`` is; None where nothing is there."""
+    at: Any = root
+    for step in ref.removeprefix("#").strip("/").split("/"):
+        at = at.get(step) if isinstance(at, Mapping) else None
+    return at
 
 
 def _arguments(text: str, at: int, argument: Callable[[int], Argument | None]) -> tuple[str, int]:
@@ -152,10 +193,8 @@ def _arguments(text: str, at: int, argument: Callable[[int], Argument | None]) -
     return written, at
 
 
-def _typed(value: str, schema: Any) -> str:
+def _typed(value: str, kinds: set[str]) -> str:
     """JSON of a value that is written plainly: a string, unless another type is declared."""
-    declared = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = {declared} if isinstance(declared, str) else set(declared or ())
     if value == "null" and "null" in kinds:
         return value
     if kinds and "string" not in kinds:
