@@ -203,6 +203,63 @@ def test_calls_are_read_whole_and_a_stream_of_characters_adds_up_to_them(
     assert _streamed(reader, text, "") == whole
 
 
+_F = '{"name": "f", "arguments": {}}'
+F = ("f", {})
+
+# As in WRITTEN: what a model got wrong, and goes on behind.
+WRONG = [
+    ("hermes", f"<tool_call>{_F[:-1]}</tool_call><tool_call>{_F}</tool_call> so", "so", [F, F]),
+    ("nemotron_json", f"<TOOLCALL>[{_F}, 3]</TOOLCALL> so", "3]</TOOLCALL> so", [F]),
+    ("mistral", f"[TOOL_CALLS][{_F}] so", "so", [F]),
+    ("mistral", f"[TOOL_CALLS][{_F}] and {{x}}", "and {x}", [F]),
+    ("mistral", "a[TOOL_CALLS]f{} [TOOL_CALLS]so", "a[TOOL_CALLS]so", [F]),
+    ("granite", f"<|tool_call|>[{_F}]\n\nso", "so", [F]),
+    ("llama3_json", f"{_F[:-1]} so", "so", [F]),
+    ("llama3_json", '{"a" so', '{"a" so', []),
+    ("llama4_pythonic", "<|python_start|>[f()]<|python_end|> so", "so", [F]),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>g<｜tool▁calls▁end｜> so",
+        "<｜tool▁call▁begin｜>g<｜tool▁calls▁end｜> so",
+        [F],
+    ),
+]
+_WRONG_TAGS = [
+    (
+        "qwen3_coder",
+        "<tool_call><function=f>oops</function></tool_call>",
+        "oops</function></tool_call>",
+    ),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>oops</tool_call>",
+        "oops</tool_call>",
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="f">oops</invoke></minimax:tool_call>',
+        "oops</invoke></minimax:tool_call>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WRONG)
+def test_nothing_behind_a_call_that_is_wrong_is_lost(
+    name: str, text: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    test_calls_are_read_whole_and_a_stream_of_characters_adds_up_to_them(name, text, content, calls)
+
+
+@pytest.mark.parametrize(("name", "text", "content"), _WRONG_TAGS)
+def test_nothing_behind_a_tag_that_is_wrong_is_lost(name: str, text: str, content: str) -> None:
+    reader = MessageReader(calls=TOOL_PARSERS[name].parse, tools=TOOLS)
+    whole = reader.read(text + text + " so", "", True)
+    assert whole.content == content + content + " so"
+    assert [call.name for call in whole.calls] == ["f", "f"]
+    assert _streamed(reader, text + text + " so", "") == whole
+
+
 THOUGHTS = [
     ("qwen3", "", "<think>\nhm\n</think>\n\nYes.", "hm", "Yes."),
     ("qwen3", "assistant\n<think>\n", "hm\n</think>\n\nYes.", "hm", "Yes."),

@@ -75,6 +75,8 @@ class _Section:
         calls: list[Call] = []
         while text.startswith(self.call, at):
             head, start = at + len(self.call), text.find(self.arguments, at)
+            if text.find(self.end, head, None if start < 0 else start) >= 0:
+                return calls, at  # this one is none
             if start < 0:
                 return calls, None
             name, start = text[head:start].strip(), skip_space(text, start + len(self.arguments))
@@ -164,23 +166,18 @@ def _json_between(text: str, final: bool, opening: str, closing: str) -> Parsed:
 
 def _behind(text: str, final: bool, mark: str) -> Parsed:
     """Lists of calls behind marks, or names and arguments; the first mark ends the text."""
-    content, found, rest = text.partition(mark)
-    if not found:
+    start = text.find(mark)
+    if start < 0:
         return (text if final else before_mark(text, mark)), []
-    calls: list[Call] = []
-    while True:
-        at = skip_space(rest, 0)
-        if rest[at : at + 1] == "[":
-            part, end = _json_array(rest, at)
-        else:
-            part, end = _named_arguments(rest, at)
+    calls, content, rest = list[Call](), text[:start], text[start:]
+    while rest.startswith(mark):
+        at = skip_space(rest, len(mark))
+        part, end = (_json_array if rest[at : at + 1] == "[" else _named_arguments)(rest, at)
+        if not part:
+            break
         calls += part
-        if end is None:
-            break
-        rest = rest[end:].lstrip().removeprefix(mark)
-        if not rest:
-            break
-    return (text if final and not calls else content), calls
+        rest = "" if end is None else rest[end:].lstrip()
+    return content + (rest if final else ""), calls
 
 
 def _json_call(text: str, start: int) -> tuple[Call | None, int | None]:
@@ -196,7 +193,10 @@ def _json_call(text: str, start: int) -> tuple[Call | None, int | None]:
 
 
 def _json_array(text: str, start: int) -> tuple[list[Call], int | None]:
-    """The calls of the array at ``start``, the last one maybe open; None while it goes on."""
+    """The calls of the array at ``start``, the last one maybe open; None while it goes on.
+
+    Where it is no JSON any more it ends, too.
+    """
     calls: list[Call] = []
     at = skip_space(text, start + 1)
     while text[at : at + 1] == "{":
@@ -207,7 +207,9 @@ def _json_array(text: str, start: int) -> tuple[list[Call], int | None]:
         at = skip_space(text, end)
         if text[at : at + 1] == ",":
             at = skip_space(text, at + 1)
-    return calls, at + 1 if text[at : at + 1] == "]" else None
+    if at == len(text):
+        return calls, None
+    return calls, at + 1 if text[at] == "]" else at
 
 
 def _named_arguments(text: str, start: int) -> tuple[list[Call], int | None]:

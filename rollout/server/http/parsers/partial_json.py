@@ -45,7 +45,8 @@ _IN_STRING, _OUTSIDE = re.compile(r'[\\"]'), re.compile(r'["{}\[\],\s]')
 def object_fields(text: str, start: int) -> tuple[dict[str, str], int | None]:
     """The fields of the object at ``start`` as they are written, and where it ends.
 
-    The end is None while it is open, or is no JSON; the last field may be cut short then.
+    The end is None while it is open, and the last field may be cut short then; where it is no JSON
+    any more it ends, too.
     """
     fields: dict[str, str] = {}
     at = skip_space(text, start + 1)
@@ -53,10 +54,10 @@ def object_fields(text: str, start: int) -> tuple[dict[str, str], int | None]:
         end = value_end(text, at)
         key = None if end is None else as_string(text[at:end])
         if key is None or end is None:
-            return fields, None
+            return fields, end
         at = skip_space(text, end)
         if text[at : at + 1] != ":":
-            return fields, None
+            break
         at = skip_space(text, at + 1)
         if at == len(text):
             return fields, None
@@ -67,7 +68,9 @@ def object_fields(text: str, start: int) -> tuple[dict[str, str], int | None]:
         at = skip_space(text, end)
         if text[at : at + 1] == ",":
             at = skip_space(text, at + 1)
-    return fields, at + 1 if text[at : at + 1] == "}" else None
+    if at == len(text):
+        return fields, None
+    return fields, at + 1 if text[at] == "}" else at
 
 
 def as_string(raw: str) -> str | None:

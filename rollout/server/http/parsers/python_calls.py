@@ -24,9 +24,10 @@ def llama4_pythonic(text: str, final: bool, tools: Tools) -> Parsed:
         return "", []
     if not said.startswith(_START):
         return pythonic(text, final, tools)
-    inner = said.removeprefix(_START).partition(_END)[0]
+    inner, _, rest = said.removeprefix(_START).partition(_END)
     calls = pythonic(inner, final, tools)[1]
-    return ("" if calls or not final else text), calls
+    content = rest.lstrip() if calls else text
+    return (content if final else ""), calls
 
 
 def olmo3(text: str, final: bool, tools: Tools) -> Parsed:

@@ -38,7 +38,8 @@ def qwen3_coder(text: str, final: bool, tools: Tools) -> Parsed:
         written, at = _arguments(text, close + 1, argument)
         if text.startswith("</function>", at):
             return [Call(name, written + "}")], at + len("</function>")
-        return [Call(name, written)], None
+        goes_on = _goes_on(text, at, "<parameter=", "</function>")
+        return [Call(name, written)], None if goes_on else at
 
     return tagged(text, final, "<tool_call>", "</tool_call>", read)
 
@@ -74,7 +75,7 @@ def glm45(text: str, final: bool, tools: Tools) -> Parsed:
         written, at = _arguments(text, at, argument)
         if text.startswith(closing, at):
             return [Call(name, written + "}")], at
-        return [Call(name, written)], None
+        return [Call(name, written)], None if _goes_on(text, at, opened, closing) else at
 
     return tagged(text, final, "<tool_call>", closing, read)
 
@@ -130,7 +131,8 @@ def _invokes(
 
         written, at = _arguments(text, close + 1, argument)
         if not text.startswith(over, at):
-            return [*calls, Call(name, written)], None
+            goes_on = _goes_on(text, at, parameter, over)
+            return [*calls, Call(name, written)], None if goes_on else at
         calls.append(Call(name, written + "}"))
         at = skip_space(text, at + len(over))
     return calls, None if may_begin(text, at, opened, closing) else at
@@ -180,6 +182,11 @@ def _referred(ref: str, root: Mapping[str, Any]) -> Any:
     for step in ref.removeprefix("#").strip("/").split("/"):
         at = at.get(step) if isinstance(at, Mapping) else None
     return at
+
+
+def _goes_on(text: str, at: int, opened: str, over: str) -> bool:
+    """Whether another argument has begun, or may yet, or the call's end may."""
+    return text.startswith(opened, at) or may_begin(text, at, opened, over)
 
 
 def _arguments(text: str, at: int, argument: Callable[[int], Argument | None]) -> tuple[str, int]:
