@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
+from rollout.server.http.chat_body import ChatBody
 from rollout.server.http.messages import template_messages
 from rollout.server.http.parsers import REASONING_PARSERS, TOOL_PARSERS
 from rollout.server.http.sessions import as_written
@@ -344,6 +349,30 @@ def test_calls_and_thoughts_of_gpt_oss_are_told_apart() -> None:
     assert (whole.reasoning, whole.content) == ("a <b> to=functions.x\nand then", "I look.")
     assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == [PARIS, ROME]
     assert _streamed(reader, text, "") == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"), [case for case in WRITTEN if case[-1]]
+)
+def test_calls_are_read_where_their_marks_are_special_tokens(
+    name: str, text: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    body = ChatBody(
+        model="m",
+        messages=[{"role": "user", "content": "?"}],
+        tools=[{"function": {"name": key, "parameters": TOOLS[key]}} for key in TOOLS],
+    )
+    reader = body.reader(TOOL_PARSERS[name], None)
+    tokenizer = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
+    marks = re.findall(r"<[^<>]*>|\[[A-Z_]+\]", text)
+    tokenizer.add_special_tokens(sorted(set(marks)))
+    tokenizer.add_tokens(sorted(set(text)))
+    tokenizer.decoder = Fuse()
+    skip = body.sampling(keep_special=reader.special).skip_special_tokens
+    written = tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=skip)
+    read = reader.read(written, "", True)
+    assert [(call.name, json.loads(call.arguments)) for call in read.calls] == calls
+    assert read.content == content
 
 
 def test_the_ids_that_a_model_writes_are_those_of_its_calls() -> None:
