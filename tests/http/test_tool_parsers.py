@@ -500,6 +500,44 @@ def test_an_answer_that_comes_back_as_it_was_shown_is_the_one_that_was_written()
     held = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
     shown = whole_message(reader.read(text, "<think>", True), "an-id")
     sent = template_messages([held[0], {**shown, "reasoning": None, "reasoning_content": None}])
-    assert as_written(sent, held, reader) == held
+    assert as_written(sent, held, reader, reader.calls) == held
     edited = [sent[0], {**sent[1], "content": "Other."}]
-    assert as_written(edited, held, reader) == edited
+    assert as_written(edited, held, reader, reader.calls) == edited
+
+
+@pytest.mark.parametrize("then", ["auto", "required", "none", "get_weather"])
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ("auto", f'<tool_call>{{"name": "get_weather", "arguments": {_ROME}}}</tool_call>'),
+        ("required", f'[{{"name": "get_weather", "parameters": {_ROME}}}]'),
+        ("get_weather", _ROME),
+        ("none", "<tool_call>no"),
+    ],
+)
+def test_an_answer_comes_back_to_its_session_also_with_another_tool_choice(
+    choice: str, text: str, then: str
+) -> None:
+    parser = TOOL_PARSERS["hermes"]
+    shown = whole_message(_of_choice(choice).read(text, "", True), "an-id")
+    held = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    sent = template_messages([held[0], shown])
+    assert as_written(sent, held, _of_choice(then), parser.parse) == held
+
+
+def test_an_answer_whose_call_was_cut_short_may_be_edited() -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Ro'
+    held = [{"role": "assistant", "content": text}]
+    edited = [{"role": "assistant", "content": "Rome?"}]
+    assert as_written(edited, held, _of_choice("auto"), TOOL_PARSERS["hermes"].parse) == edited
+
+
+def _of_choice(choice: str) -> MessageReader:
+    named = choice in TOOLS
+    body = ChatBody(
+        model="m",
+        messages=[{"role": "user", "content": "?"}],
+        tools=[{"function": {"name": key, "parameters": TOOLS[key]}} for key in TOOLS],
+        tool_choice={"type": "function", "function": {"name": choice}} if named else choice,
+    )
+    return body.reader(TOOL_PARSERS["hermes"], None)

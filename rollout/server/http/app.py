@@ -282,6 +282,7 @@ async def _chat_outputs(
         prompt = await rollout.backend.render(conversation, options)
         grammar = after_thought(params.structured_outputs, reader.reasoning, prompt)
         params = replace(params, structured_outputs=grammar)
+    tools = request.app.state.defaults.tools
     outputs = sessions.chat_outputs(
         rollout,
         request.headers,
@@ -291,6 +292,7 @@ async def _chat_outputs(
         stream=body.stream,
         options=options,
         reader=reader,
+        parse=None if tools is None else tools.parse,
     )
     return within(body.timeout, rollout, params, outputs)
 

@@ -94,6 +94,7 @@ class ChatBody(ConversationBody, SamplingBody):
         reader = MessageReader(
             reasoning=reasoning,
             show_reasoning=self.include_reasoning,
+            tools=self.schemas(),
             one_call=not self.parallel_tool_calls,
             special=reasoning is not None and reasoning.special,
         )
@@ -111,7 +112,6 @@ class ChatBody(ConversationBody, SamplingBody):
         return replace(
             reader,
             calls=tools.parse,
-            tools=self.schemas(),
             special=reader.special or tools.special,
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Query
@@ -14,10 +15,11 @@ from rollout.errors import InvalidRequest
 from rollout.generation import ChatOptions, SamplingParams
 from rollout.rpc.convert import Messages
 from rollout.server.auth import Access
-from rollout.server.http.assistant import MessageReader, whole_message
+from rollout.server.http.assistant import Message, MessageReader, whole_message
 from rollout.server.http.finite import finite
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.http.messages import template_messages
+from rollout.server.http.parsers import Parse, named, required
 from rollout.server.http.responses import SESSION
 
 RESTART = "x-session-restart"  # "true": tokenise the whole conversation, edited answers included
@@ -36,10 +38,12 @@ def chat_outputs(
     stream: bool,
     options: ChatOptions,
     reader: MessageReader,
+    parse: Parse | None,
 ) -> Outputs:
     """Outputs of a chat completion, as a turn of its session where the headers name one.
 
-    ``reader`` is how answers of it are shown: who sends one back as it was shown means it.
+    ``reader`` is how answers of it are shown, and ``parse`` how the server reads calls that were
+    not required: who sends an answer back as it was shown means it.
     """
     name = headers.get(SESSION)
     if name is None:
@@ -52,7 +56,7 @@ def chat_outputs(
     held = rollout.sessions.messages(name)
     return rollout.sessions.stream_chat(
         name,
-        as_written(conversation, held, reader),
+        as_written(conversation, held, reader, parse),
         params,
         request_id=request_id,
         stream=stream,
@@ -62,7 +66,10 @@ def chat_outputs(
 
 
 def as_written(
-    conversation: Messages, held: Sequence[Mapping[str, Any]], reader: MessageReader
+    conversation: Messages,
+    held: Sequence[Mapping[str, Any]],
+    reader: MessageReader,
+    parse: Parse | None,
 ) -> list[Mapping[str, Any]]:
     """The conversation with answers as the model wrote them where a client sends them parsed."""
     made = list(conversation)
@@ -70,10 +77,32 @@ def as_written(
         if ours["role"] != "assistant" or theirs == ours:
             continue
         opened = ("", *(() if reader.reasoning is None else (reader.reasoning.start,)))
-        shown = [whole_message(reader.read(ours["content"], prompt, True), "") for prompt in opened]
-        if any(_says(theirs) == _says(message) for message in template_messages(shown)):
+        if any(
+            _shows(theirs, way.read(ours["content"], prompt, True))
+            for way in _ways(theirs, reader, parse)
+            for prompt in opened
+        ):
             made[number] = ours
     return made
+
+
+def _ways(
+    theirs: Mapping[str, Any], reader: MessageReader, parse: Parse | None
+) -> Iterator[MessageReader]:
+    """How the answer may have been read: the ``tool_choice`` of its turn may have been another."""
+    yield reader
+    for calls in (None, parse, required):
+        yield replace(reader, calls=calls)
+    for call in theirs.get("tool_calls", ())[:1]:
+        yield replace(reader, calls=named(call["function"]["name"]))
+
+
+def _shows(theirs: Mapping[str, Any], message: Message) -> bool:
+    try:
+        (shown,) = template_messages([whole_message(message, "")])
+    except InvalidRequest:
+        return False  # a call whose arguments are no JSON, as one that was cut short
+    return _says(theirs) == _says(shown)
 
 
 def _says(message: Mapping[str, Any]) -> tuple[Any, ...]:
