@@ -28,8 +28,10 @@ def qwen3_coder(text: str, final: bool, tools: Tools) -> Parsed:
         kinds = _parameter_kinds(tools, name)
 
         def argument(at: int) -> Argument | None:
+            if not text.startswith("<parameter=", at):
+                return None
             key_end, end = text.find(">", at), text.find("</parameter>", at)
-            if not text.startswith("<parameter=", at) or key_end < 0 or end < key_end:
+            if key_end < 0 or end < key_end:
                 return None
             key = text[at + len("<parameter=") : key_end].strip()
             value = text[key_end + 1 : end].removeprefix("\n").removesuffix("\n")
@@ -61,8 +63,8 @@ def glm45(text: str, final: bool, tools: Tools) -> Parsed:
         kinds = _parameter_kinds(tools, name)
 
         def argument(at: int) -> Argument | None:
-            key_end = text.find(named, at)
-            if not text.startswith(opened, at) or key_end < 0:
+            key_end = text.find(named, at) if text.startswith(opened, at) else -1
+            if key_end < 0:
                 return None
             key = text[at + len(opened) : key_end].strip()
             at = skip_space(text, key_end + len(named))
@@ -121,9 +123,11 @@ def _invokes(
         kinds = _parameter_kinds(tools, name)
 
         def argument(at: int, kinds: Callable[[str], set[str]] = kinds) -> Argument | None:
+            if not text.startswith(parameter, at):
+                return None
             quote = text.find('"', at + len(parameter))
             key_end, end = text.find(">", quote), text.find(ended, at)
-            if not text.startswith(parameter, at) or quote < 0 or key_end < 0 or end < key_end:
+            if quote < 0 or key_end < 0 or end < key_end:
                 return None
             key, said = text[at + len(parameter) : quote], text[quote + 1 : key_end].strip()
             known = _SAID[said] if said in _SAID else kinds(key)
