@@ -71,12 +71,12 @@ LISTENING: tuple[Row, ...] = (
      "bring with them which tokens top_p, top_k and min_p left to draw from"),
     ("--tool-call-parser", "NAME", None,
      "how this model writes calls of tools, for chats that offer some: hermes (Hermes, Qwen2.5, "
-     "Qwen3), openai (gpt-oss), qwen3_coder, llama3_json, llama4_pythonic, pythonic (Llama 3.2), "
-     "mistral, deepseek_v3, deepseek_v31, deepseek_v32, glm45, glm47, kimi_k2, minimax_m2, "
-     "granite, nemotron_json or olmo3"),
+     "Qwen3), openai (gpt-oss), qwen3_coder, qwen3_xml, llama3_json, llama4_json, "
+     "llama4_pythonic, pythonic (Llama 3.2), mistral, deepseek_v3, deepseek_v31, deepseek_v32, "
+     "glm45, glm47, kimi_k2, minimax_m2, granite, granite4, nemotron_json or olmo3"),
     ("--reasoning-parser", "NAME", None,
      "how it marks what it thinks before it answers, which chats then tell apart: qwen3 (also "
-     "named deepseek_v3, glm45, kimi_k2, minimax_m2, olmo3), deepseek_r1, mistral or "
+     "named deepseek_v3, glm45, glm47, kimi_k2, minimax_m2, olmo3), deepseek_r1, mistral or "
      "openai_gptoss"),
     ("--follow", "DIR", None,
      "update from the checkpoints and versions that appear in DIR, under a --weight-dir; a fleet's "

@@ -22,6 +22,7 @@ from rollout.cli.spellings import (
     respelled,
 )
 from rollout.errors import ConfigError
+from rollout.server.http.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 Run = Callable[..., tuple[int, str, str]]
 FREE_PORTS = ("--port", "0", "--grpc-port", "0")
@@ -462,3 +463,15 @@ def test_help_reads_without_an_engine(
     out = capsys.readouterr().out
     assert out.startswith("usage: rollout")
     assert "None" not in out
+
+
+def test_the_help_and_the_docs_name_every_parser_of_answers(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("serve", "--help")
+    out = capsys.readouterr().out
+    page = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+    for name in (*TOOL_PARSERS, *REASONING_PARSERS):
+        assert re.search(rf"\b{name}\b", out), name
+        assert f"`{name}`" in page
