@@ -102,6 +102,7 @@ class _Answer:
         self._text = text if body.return_text_in_logprobs else None
         self._prompt_ids = body.return_prompt_token_ids
         self._began = time.monotonic()
+        self._labels: dict[int, str | None] = {}  # of versions that were asked for
         self.several = body.is_batch or asks[0].params.n > 1
 
     async def rows(self, index: int, output: Any) -> list[Document]:
@@ -118,13 +119,14 @@ class _Answer:
         """By their numbers where nobody says the label, as at a front without a serving member."""
         try:
             info = await self._rollout.weight_info()
-            labels: dict[int, str | None] = {}
+            self._labels[info.version] = info.label
             spans = (s for c in output.outputs for s in (*c.weight_versions, *c.kv_spans))
-            if any(span.version != info.version for span in spans):
-                labels = {one.version: one.label for one in await self._rollout.receipts()}
+            if unknown := {span.version for span in spans} - self._labels.keys():
+                said = {one.version: one.label for one in await self._rollout.receipts()}
+                self._labels |= {version: said.get(version) for version in unknown}
         except EngineError:
             return Versions(live=(await self._rollout.server_info()).version, labels={})
-        return Versions(live=info.version, labels={**labels, info.version: info.label})
+        return Versions(live=info.version, labels=self._labels)
 
     def number(self, prompt: int, sample: int) -> int:
         """The place of a sample in the list of answers."""
