@@ -31,31 +31,31 @@ class ToolParser:
     """``special``: marks of the format may be special tokens, which the text has to keep."""
 
     parse: Parse
-    special: bool = False
+    special: bool = True
 
 
 #: vLLM's names
 TOOL_PARSERS: Mapping[str, ToolParser] = {
-    "deepseek_v3": ToolParser(deepseek_v3, special=True),
-    "deepseek_v31": ToolParser(deepseek_v31, special=True),
-    "deepseek_v32": ToolParser(deepseek_v32, special=True),
-    "glm45": ToolParser(glm45, special=True),
-    "glm47": ToolParser(glm45, special=True),
-    "granite": ToolParser(granite, special=True),
-    "granite4": ToolParser(hermes, special=True),
-    "hermes": ToolParser(hermes, special=True),
-    "kimi_k2": ToolParser(kimi_k2, special=True),
-    "llama3_json": ToolParser(llama3_json),
-    "llama4_json": ToolParser(llama3_json),
-    "llama4_pythonic": ToolParser(llama4_pythonic, special=True),
-    "minimax_m2": ToolParser(minimax_m2, special=True),
-    "mistral": ToolParser(mistral, special=True),
-    "nemotron_json": ToolParser(nemotron_json, special=True),
-    "olmo3": ToolParser(olmo3, special=True),
-    "openai": ToolParser(openai, special=True),
-    "pythonic": ToolParser(pythonic),
-    "qwen3_coder": ToolParser(qwen3_coder, special=True),
-    "qwen3_xml": ToolParser(qwen3_coder, special=True),
+    "deepseek_v3": ToolParser(deepseek_v3),
+    "deepseek_v31": ToolParser(deepseek_v31),
+    "deepseek_v32": ToolParser(deepseek_v32),
+    "glm45": ToolParser(glm45),
+    "glm47": ToolParser(glm45),
+    "granite": ToolParser(granite),
+    "granite4": ToolParser(hermes),
+    "hermes": ToolParser(hermes),
+    "kimi_k2": ToolParser(kimi_k2),
+    "llama3_json": ToolParser(llama3_json, special=False),
+    "llama4_json": ToolParser(llama3_json, special=False),
+    "llama4_pythonic": ToolParser(llama4_pythonic),
+    "minimax_m2": ToolParser(minimax_m2),
+    "mistral": ToolParser(mistral),
+    "nemotron_json": ToolParser(nemotron_json),
+    "olmo3": ToolParser(olmo3),
+    "openai": ToolParser(openai),
+    "pythonic": ToolParser(pythonic, special=False),
+    "qwen3_coder": ToolParser(qwen3_coder),
+    "qwen3_xml": ToolParser(qwen3_coder),
 }
 
 _THINK = ReasoningParser()

@@ -43,20 +43,23 @@ def tagged(text: str, final: bool, opening: str, closing: str, read: Read) -> Pa
         close = text.find(closing, start + len(opening))
         stop = len(text) if close < 0 else close + len(closing)
         inside = text[start:stop]
-        if not read(inside, skip_space(inside, len(opening)))[0]:
+        found, end = read(inside, skip_space(inside, len(opening)))
+        if not found:
             if close < 0 and not final:
                 return content, calls
             content, at = content + inside, stop
             continue
-        found, end = read(text, skip_space(text, start + len(opening)))
+        if end is None and close >= 0:  # what looks like the closing tag lies in an argument
+            inside = text[start:]
+            found, end = read(inside, skip_space(inside, len(opening)))
         calls += found
         if end is None:
             return content, calls
-        if text.startswith(closing, skip_space(text, end)):
-            end = skip_space(text, end) + len(closing)
-        elif not final and closing.startswith(text[skip_space(text, end) :]):
+        at = skip_space(text, start + end)
+        if text.startswith(closing, at):
+            at = skip_space(text, at + len(closing))
+        elif not final and may_begin(text, at, closing):
             return content, calls
-        at = skip_space(text, end)
     rest = text[at:]
     return content + (rest if final else before_mark(rest, opening)), calls
 

@@ -121,8 +121,4 @@ def _messages(text: str, final: bool) -> Iterator[_Message]:
 
 def _joined(messages: Iterable[_Message]) -> str:
     """Texts to the user, and what else there is as it is written."""
-    plain = [
-        message.written if message.recipient or message.is_thought else message.text
-        for message in messages
-    ]
-    return "".join(plain)
+    return "".join(m.written if m.recipient or m.is_thought else m.text for m in messages)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.server.http.parsers.call import Call, Parse, Parsed, Tools, may_begin, tagged
 from rollout.server.http.parsers.partial_json import (
     as_string,
     before_mark,
+    items_end,
+    next_item,
     object_fields,
     skip_space,
     value_end,
@@ -39,9 +41,7 @@ def llama3_json(text: str, final: bool, tools: Tools) -> Parsed:
         calls.append(call)
         if end is None:
             return "", calls
-        at = skip_space(text, end)
-        if text[at : at + 1] in (";", ","):
-            at = skip_space(text, at + 1)
+        at = next_item(text, end, (";", ","))
     if calls:
         return text[at:] if final else "", calls
     undecided = at == len(text) or (text[at] == "{" and object_fields(text, at)[1] is None)
@@ -114,22 +114,23 @@ kimi_k2 = _Kimi(
     ended="<|tool_call_end|>",
 ).parse
 
-#: DeepSeek-V3.1
-deepseek_v31 = _Section(
+_V31 = _Section(
     begin="<｜tool▁calls▁begin｜>",
     end="<｜tool▁calls▁end｜>",
     call="<｜tool▁call▁begin｜>",
     arguments="<｜tool▁sep｜>",
     ended="<｜tool▁call▁end｜>",
-).parse
+)
+
+#: DeepSeek-V3.1
+deepseek_v31 = _V31.parse
 
 #: DeepSeek-V3, R1
-deepseek_v3 = _Section(
-    begin="<｜tool▁calls▁begin｜>",
-    end="<｜tool▁calls▁end｜>",
-    call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+deepseek_v3 = replace(
+    _V31,
+    call=f"{_V31.call}function{_V31.arguments}",
     arguments="\n```json\n",
-    ended="```<｜tool▁call▁end｜>",
+    ended=f"```{_V31.ended}",
 ).parse
 
 
@@ -204,12 +205,8 @@ def _json_array(text: str, start: int) -> tuple[list[Call], int | None]:
         calls += [call] if call is not None else []
         if end is None:
             return calls, None
-        at = skip_space(text, end)
-        if text[at : at + 1] == ",":
-            at = skip_space(text, at + 1)
-    if at == len(text):
-        return calls, None
-    return calls, at + 1 if text[at] == "]" else at
+        at = next_item(text, end)
+    return calls, items_end(text, at, "]")
 
 
 def _named_arguments(text: str, start: int) -> tuple[list[Call], int | None]:

@@ -65,12 +65,21 @@ def object_fields(text: str, start: int) -> tuple[dict[str, str], int | None]:
         fields.setdefault(key, text[at:end])  # a second one of its name comes too late
         if end is None:
             return fields, None
-        at = skip_space(text, end)
-        if text[at : at + 1] == ",":
-            at = skip_space(text, at + 1)
+        at = next_item(text, end)
+    return fields, items_end(text, at, "}")
+
+
+def next_item(text: str, end: int, between: tuple[str, ...] = (",",)) -> int:
+    """Where more follows the item that has ended at ``end``, behind a comma if one is there."""
+    at = skip_space(text, end)
+    return skip_space(text, at + 1) if text.startswith(between, at) else at
+
+
+def items_end(text: str, at: int, closing: str) -> int | None:
+    """Where an object or a list ends of which no item begins at ``at``; None while it may go on."""
     if at == len(text):
-        return fields, None
-    return fields, at + 1 if text[at] == "}" else at
+        return None
+    return at + 1 if text[at] == closing else at
 
 
 def as_string(raw: str) -> str | None:
