@@ -31,7 +31,6 @@ from rollout.weight_sync.versions.follower import looks
 from rollout.weights import Box
 from rollout.weights.adapters import BIASED, EXPERTS
 from rollout.weights.names import placed
-from rollout.weights.spellings import Spellings
 
 MAX_NAMES = 1024
 
@@ -131,8 +130,7 @@ class MergedAdapters:
                 f"adapter cannot be merged into it; make the checkpoint live again, by a full "
                 f"update from {model} (update_weights({model!r})), or go on with full updates"
             )
-        shapes = {meta.name: meta.shape for meta in info.tensors}
-        prefixes = {**info.prefixes, **Spellings.of(shapes, info.spelled).modules()}
+        prefixes = info.adapter_prefixes
         adapter = None if adapter is None else adapter.placed(prefixes)
         modules = {} if adapter is None else adapter.spec.modules
         for name, of in sorted(modules.items()):

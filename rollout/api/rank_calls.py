@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from rollout.errors import (
     EngineClosed,
     InvalidRequest,
-    RolloutError,
-    SourceFailed,
     TransferFailed,
     WorkerDied,
     from_wire,
@@ -21,7 +19,7 @@ from rollout.errors import (
 from rollout.generation import RequestOutput
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.convert import output_from_proto, output_to_proto
-from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.rank_group import RankGroup, typed
 from rollout.wire.codec import from_plain, to_plain
 
 T = TypeVar("T")
@@ -61,17 +59,16 @@ class RankCalls:
             if failure is not None:
                 raise failure
             return [said]
-        told = None if failure is None else _typed(failure)
         try:
-            found = self.group().exchange(
-                {"said": said, "failed": told}, timeout or self._timeout, verb
-            )
+            group = self.group()
+            where = f"trainer rank {group.ranks[group.rank]}: "
+            told = None if failure is None else to_wire(typed(failure, where))
+            found = group.exchange({"said": said, "failed": told}, timeout or self._timeout, verb)
         except TransferFailed as error:
             raise _gone(error) from error
-        for rank, each in zip(self._ranks, found, strict=True):
-            if (wire := each["failed"]) is not None:
-                where = f"trainer rank {rank}: "
-                raise from_wire({**wire, "message": where + wire["message"]}) from failure
+        for each in found:
+            if each["failed"] is not None:
+                raise from_wire(each["failed"]) from failure
         return [each["said"] for each in found]
 
     def noun(self, verb: str, act: Callable[[], T], timeout: float, kind: type[T]) -> T:
@@ -116,13 +113,6 @@ class RankCalls:
         self.is_closed = True
         if self._group is not None:
             self._group.close()
-
-
-def _typed(error: Exception) -> dict[str, Any]:
-    """As it travels; what the trainer's own code raised is its source's failure."""
-    if not isinstance(error, RolloutError):
-        error = SourceFailed(f"{type(error).__name__}: {error}")
-    return to_wire(error)
 
 
 def _gone(error: TransferFailed) -> WorkerDied:

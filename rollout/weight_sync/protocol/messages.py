@@ -26,6 +26,7 @@ from rollout.weights.adapters import AdapterSpec
 from rollout.weights.cells import CellGrid
 from rollout.weights.components import POLICY, adapter_of
 from rollout.weights.quantization import SCHEMES, Scheme
+from rollout.weights.spellings import Spellings
 from rollout.wire.codec import (
     ADDED,
     Count,
@@ -123,6 +124,12 @@ class WeightInfo:
     merged: Many[Text] = field(default=(), metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
+
+    @property
+    def adapter_prefixes(self) -> dict[str, str]:
+        """As ``prefixes``, for the linears of adapters: also those that modules call otherwise."""
+        shapes = {meta.name: meta.shape for meta in self.tensors}
+        return {**self.prefixes, **Spellings.of(shapes, self.spelled).modules()}
 
     @property
     def schemes(self) -> dict[str, Scheme]:

@@ -212,10 +212,10 @@ class RankGroup:
         """
         if self.size == 1:
             if error is not None:
-                raise _typed(error, "") from _origin(error)
+                raise typed(error, "") from _origin(error)
             return [dict(saying or {})]
         who = f"trainer rank {self.ranks[self.rank]}"
-        mine = None if error is None else errors.to_wire(_typed(error, f"{who}, {phase}: "))
+        mine = None if error is None else errors.to_wire(typed(error, f"{who}, {phase}: "))
         try:
             replies = self.exchange({**(saying or {}), "error": mine}, timeout, phase)
         except TransferFailed as lost:
@@ -224,7 +224,7 @@ class RankGroup:
             if error is None:
                 raise
             # The others hang in the gather that failed here; the failure says more than that.
-            raise _typed(error, f"{who}, {phase}: ") from _origin(error)
+            raise typed(error, f"{who}, {phase}: ") from _origin(error)
         failed = [i for i, reply in enumerate(replies) if reply and reply["error"]]
         if not failed:
             return replies
@@ -336,7 +336,8 @@ class RankGroup:
         )
 
 
-def _typed(error: BaseException, where: str) -> errors.RolloutError:
+def typed(error: BaseException, where: str) -> errors.RolloutError:
+    """As all ranks raise it, behind ``where``; the trainer's own error is its source's failure."""
     if not isinstance(error, errors.RolloutError):
         return SourceFailed(f"{where}{type(error).__name__}: {error}")
     if not where:

@@ -164,10 +164,8 @@ class Detected:
         """
         models = [part for part in self.components if adapter_of(part) is None]
         check_components(models, info.components)
-        prefixes = info.prefixes
-        if len(models) < len(self.components):
-            shapes = {meta.name: meta.shape for meta in info.tensors}
-            prefixes = {**prefixes, **Spellings.of(shapes, info.spelled).modules()}
+        has_adapters = len(models) < len(self.components)
+        prefixes = info.adapter_prefixes if has_adapters else info.prefixes
         adapters = {
             name: part.spec(prefixes)
             for component, part in self.parts
