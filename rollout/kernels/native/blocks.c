@@ -26,7 +26,7 @@ typedef struct {
     int64_t begin, end; /* halves to run: 2 i is the attention of block i, 2 i + 1 what follows */
     float *sums;        /* [tokens, hidden]: what o and down give instead, or null */
     float eps, scale;
-    int32_t o_segments, down_segments; /* of their inputs; see linear.c */
+    int32_t o_segments, down_segments; /* of their inputs; see linear_common.h */
     int32_t wide, level, threads; /* wide: cos and sin are float32 */
 } Blocks;
 

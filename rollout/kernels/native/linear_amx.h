@@ -1,4 +1,9 @@
-/* Rows by tiles of linear.c with AMX: 16 rows by 32 inputs times a tile of W. Included there. */
+/* Rows by tiles of linear.c with AMX: 16 rows by 32 inputs times a tile of W. */
+#ifndef ROLLOUT_LINEAR_AMX_H
+#define ROLLOUT_LINEAR_AMX_H
+
+#include "linear_common.h"
+
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -152,4 +157,6 @@ static int amx_allowed(void) { return 0; }
 static void amx_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, int pairs) {
     (void)p, (void)row, (void)stop, (void)pair, (void)pairs;
 }
+#endif
+
 #endif

@@ -1,7 +1,13 @@
 /* A linear of linear.c whose W is codes of float8, in tiles of 16 outputs by four inputs:
  * [outputs / 16, inputs / 4, 16, 4]. An item's two tiles are decoded into memory that stays in a
- * cache, as the bfloat16 that they are, and multiplied from there. Included there. */
+ * cache, as the bfloat16 that they are, and multiplied from there. */
+#ifndef ROLLOUT_LINEAR_FLOAT8_H
+#define ROLLOUT_LINEAR_FLOAT8_H
+
+#include "area.h"
 #include "float8.h"
+#include "linear_amx.h"
+#include "linear_vectors.h"
 
 WORK_AREA(decoded_area)
 
@@ -86,3 +92,5 @@ static void share_out_coded(Team *t, const Linear *p, const Coded *c, int32_t le
         else dot_item(&here, row, stop, pair, 1, pair);
     }
 }
+
+#endif

@@ -1,5 +1,10 @@
 /* Rows by tiles of linear.c with vectors: dot products of bfloat16 where AVX-512 has them, else
- * float32. Included there. */
+ * float32. */
+#ifndef ROLLOUT_LINEAR_VECTORS_H
+#define ROLLOUT_LINEAR_VECTORS_H
+
+#include "area.h"
+#include "linear_common.h"
 
 /* The tiles of an item lie at `w`, the second of a missing one in place of the first: its sums are
  * not used. */
@@ -264,4 +269,6 @@ static void dot_item(const Linear *p, int64_t row, int64_t stop, int64_t pair, i
                      int64_t after) {
     (void)p, (void)row, (void)stop, (void)pair, (void)pairs, (void)after;
 }
+#endif
+
 #endif
