@@ -329,8 +329,54 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "components", _components(self.components))
-        if self.components and self.quantization not in ("none", "auto", None):
+        self._normalise()
+        self._check_bounds()
+        self._check_values()
+        self._check_together()
+
+    def _normalise(self) -> None:
+        """Each setting in the one form that others read."""
+
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        put("components", _components(self.components))
+        if isinstance(self.cuda_graphs, bool):
+            put("cuda_graphs", "on" if self.cuda_graphs else "off")
+        for f in fields(self):
+            if f.type in ("str", "str | None"):
+                put(f.name, _text(f.name, getattr(self, f.name)))
+        if self.quantization is None:  # as vLLM has it
+            put("quantization", "auto")
+        dirs = [_text("weight_dirs", path) for path in _several("weight_dirs", self.weight_dirs)]
+        put("weight_dirs", tuple(dirs))
+        sizes = _several("cuda_graph_sizes", self.cuda_graph_sizes)
+        if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+            raise ConfigError(f"cuda_graph_sizes must be positive integers, got {sizes}")
+        put("cuda_graph_sizes", tuple(sorted(set(sizes))))
+
+    def _check_values(self) -> None:
+        """What the table has no words for."""
+        if not isinstance(self.hf_overrides, Mapping):
+            raise ConfigError(f"hf_overrides must be a dict, got {self.hf_overrides!r:.80}")
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(
+                f"async_scheduling must be True, False or None, got {self.async_scheduling!r:.80}"
+            )
+        if self.seed is not None and type(self.seed) is not int:
+            raise ConfigError(f"seed must be an integer or None, got {self.seed!r}")
+        for name in ("timeout", "start_timeout"):
+            if problem := timeout_problem(getattr(self, name)):
+                raise ConfigError(f"{name} {problem}")
+        share = self.gpu_memory_utilization
+        if share is not None and (type(share) not in (int, float) or not 0 < share <= 1):
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {share!r:.80}"
+            )
+
+    def _check_together(self) -> None:
+        """Settings that do not go with others, or not without them."""
+        if self.components and self.quantization not in ("none", "auto"):
             raise ConfigError(
                 f"quantization={self.quantization!r} does not go with components yet: leave one out"
             )
@@ -339,20 +385,6 @@ class EngineConfig:
                 f"code_revision={self.code_revision!r} is of code that is run with "
                 "trust_remote_code=True alone: set that, too, or leave it out"
             )
-        if not isinstance(self.hf_overrides, Mapping):
-            raise ConfigError(f"hf_overrides must be a dict, got {self.hf_overrides!r:.80}")
-        if isinstance(self.cuda_graphs, bool):
-            object.__setattr__(self, "cuda_graphs", "on" if self.cuda_graphs else "off")
-        for f in fields(self):
-            if f.type in ("str", "str | None"):
-                object.__setattr__(self, f.name, _text(f.name, getattr(self, f.name)))
-        if self.quantization is None:  # as vLLM has it
-            object.__setattr__(self, "quantization", "auto")
-        if self.async_scheduling not in (None, True, False):
-            raise ConfigError(
-                f"async_scheduling must be True, False or None, got {self.async_scheduling!r:.80}"
-            )
-        self._check_bounds()
         if (
             0 < self.max_cpu_loras < self.max_adapters
             or self.max_cpu_loras > self.max_adapters == 0
@@ -368,27 +400,11 @@ class EngineConfig:
                     f"{name}=True is of adapters that are served unmerged: set max_adapters, too, "
                     "or leave it out (merged adapters may change these without it)"
                 )
-        if self.seed is not None and type(self.seed) is not int:
-            raise ConfigError(f"seed must be an integer or None, got {self.seed!r}")
-        for name in ("timeout", "start_timeout"):
-            if problem := timeout_problem(getattr(self, name)):
-                raise ConfigError(f"{name} {problem}")
-        share = self.gpu_memory_utilization
-        if share is not None and (type(share) not in (int, float) or not 0 < share <= 1):
-            raise ConfigError(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {share!r:.80}"
-            )
         if self.executor == "inline" and self.tensor_parallel_size > 1:
             raise ConfigError(
                 "executor='inline' runs one rank; use executor='multiprocess' for "
                 f"tensor_parallel_size={self.tensor_parallel_size}"
             )
-        dirs = [_text("weight_dirs", path) for path in _several("weight_dirs", self.weight_dirs)]
-        object.__setattr__(self, "weight_dirs", tuple(dirs))
-        sizes = _several("cuda_graph_sizes", self.cuda_graph_sizes)
-        if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
-            raise ConfigError(f"cuda_graph_sizes must be positive integers, got {sizes}")
-        object.__setattr__(self, "cuda_graph_sizes", tuple(sorted(set(sizes))))
 
     def _check_bounds(self) -> None:
         """What the table says of each field: its type, its choices and its least value."""

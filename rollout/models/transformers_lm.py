@@ -252,24 +252,18 @@ def _table(model: nn.Module) -> WeightTable:
             continue
         view = copies.origin(tensor)
         param = None if view is None else places.get(storage_id(view))
-        put = None
-        if view is not None and param is not None:
-            put = box_of(view, params[param].shape)
+        put = None if view is None or param is None else box_of(view, params[param].shape)
         if param is None or put is None or put.numel != tensor.numel():
             raise ConfigError(f"{name}: no box of a parameter is this tensor of the files")
-        if (param, put) in taken:
-            aliases[name] = taken[param, put]
+        if (owner := taken.setdefault((param, put), name)) != name:
+            aliases[name] = owner
             continue
-        taken[param, put] = name
         shape = tuple(tensor.shape)
         slots[name] = (WeightSlot(name, shape, Box.full(shape), param, put),)
     for name, own in held.items():
-        if (
-            name not in files
-            and name not in slots
-            and (owner := taken.get((own, Box.full(params[own].shape))))
-        ):
-            aliases |= {name: owner} if name != own else {}
+        told = name == own or name in files or name in slots
+        if not told and (first := taken.get((own, Box.full(params[own].shape)))):
+            aliases[name] = first
     left = [name for name in model.state_dict() if name not in held]
     return WeightTable(
         slots,
