@@ -35,6 +35,22 @@ def test_tokens_in_and_out_with_logprobs_of_both(http: httpx.Client) -> None:
     assert reply["usage"]["completion_tokens"] == 4
 
 
+def test_prime_rls_scorer_reads_the_logprob_of_each_token_of_the_prompt(
+    http: httpx.Client,
+) -> None:
+    """It takes the first entry of each row (``utils/client.py``, ``prefill_logprobs``)."""
+    sampling = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
+    body = {"model": "tiny", "token_ids": IDS, "sampling_params": sampling}
+    first, *rows = http.post("/inference/v1/generate", json=body).json()["prompt_logprobs"]
+    assert first is None
+    scored = http.post("/v1/score", json={"prompts": [IDS]}).json()["data"][0]
+    read = [next(iter(row.values()))["logprob"] for row in rows]
+    assert read == pytest.approx(scored["logprobs"], abs=1e-5)
+    for row in rows:
+        ranked = sorted(row.values(), key=lambda entry: entry["rank"])
+        assert [entry["rank"] for entry in ranked] == list(range(1, len(row) + 1))
+
+
 def test_a_stream_adds_up_and_skyrls_route_answers_the_same(
     http: httpx.Client,
 ) -> None:

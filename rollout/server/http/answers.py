@@ -375,17 +375,20 @@ def chat_logprobs(completion: Completion, start: int, style: AnswerStyle) -> dic
 
 
 def prompt_rows(output: RequestOutput) -> list[dict[str, Any] | None] | None:
-    """vLLM's rows: token id -> logprob and rank.
+    """vLLM's rows: token id -> logprob and rank. The prompt's own token comes first, which is how
+    prime-rl finds it.
 
-    Ranks count within the row: a prompt token beyond the alternatives asked for comes last.
+    Ranks count within the row: a prompt token beyond the alternatives asked for has the last one.
     """
     if output.prompt_logprobs is None:
         return None
-    return [None if row is None else _ranked(row) for row in output.prompt_logprobs]
+    rows = zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
+    return [None if row is None else _ranked(row, token) for token, row in rows]
 
 
-def _ranked(row: Mapping[int, float]) -> dict[str, dict[str, float | None]]:
+def _ranked(row: Mapping[int, float], first: int) -> dict[str, dict[str, float | None]]:
     order = sorted(row.items(), key=lambda item: -item[1])
-    return {
-        str(t): {"logprob": finite(value), "rank": rank} for rank, (t, value) in enumerate(order, 1)
+    entries = {
+        t: {"logprob": finite(value), "rank": rank} for rank, (t, value) in enumerate(order, 1)
     }
+    return {str(t): entries[t] for t in (first, *entries)}
