@@ -21,6 +21,7 @@ from rollout.engine.control import WAKE_TAGS
 from rollout.engine.updates.verb_update import PACK_BYTES, Packing
 from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
+from rollout.generation.metrics import EngineStats
 from rollout.server.verbs import Size, UpdateInfo, derived_id, served_of, session_of
 from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
@@ -316,14 +317,16 @@ async def server_info(rollout: AsyncRollout) -> Document:
         "disaggregation_mode": "null",
         "weight_version": weights.label or str(weights.version),
         "version": info.package_version,
-        "internal_states": [
-            {
-                "num_running_reqs": stats.running,
-                "num_waiting_reqs": stats.waiting,
-                "token_usage": stats.kv_usage,
-                "state": stats.state,
-            }
-        ],
+        "internal_states": [{**load_of(stats), "state": stats.state}],
+    }
+
+
+def load_of(stats: EngineStats) -> Document:
+    """Of an engine's one scheduler."""
+    return {
+        "num_running_reqs": stats.running,
+        "num_waiting_reqs": stats.waiting,
+        "token_usage": stats.kv_usage,
     }
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -254,6 +255,29 @@ def test_clients_learn_what_they_ask_for(http: httpx.Client) -> None:
     assert (model["model_path"], model["is_generation"]) == ("tiny", True)
     for method in ("GET", "POST"):
         assert http.request(method, "/flush_cache").status_code == 200
+
+
+def test_slime_aborts_until_the_engine_is_idle(http: httpx.Client) -> None:
+    def load() -> int:
+        reply = http.get("/v1/loads", params={"include": "core"})
+        assert reply.status_code == 200, reply.text
+        [one] = reply.json()["loads"]
+        return int(one["num_running_reqs"]) + int(one["num_waiting_reqs"])
+
+    body = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    assert load() == 0
+    http.post("/pause_generation", json={"mode": "in_place"})
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/generate", json=body)
+            while load() == 0:
+                assert not answer.done()
+            assert load() == 1
+            http.post("/abort_request", json={"abort_all": True})
+            assert load() == 0
+            assert answer.result().status_code == 200
+    finally:
+        http.post("/continue_generation", json={})
 
 
 def test_pickles_are_refused_with_what_to_send_instead(http: httpx.Client) -> None:

@@ -49,6 +49,7 @@ from rollout.server.sglang_verbs import (
     SglangVerbs,
     TensorBody,
     VersionBody,
+    load_of,
     server_info,
 )
 
@@ -172,6 +173,14 @@ async def health_generate(rollout: Engine) -> Response:
     except (TimeoutError, RolloutError):
         return Response(status_code=503)
     return Response(status_code=200)
+
+
+@routes.on("GET", "/v1/loads", Access.GENERATION)
+async def loads(rollout: Engine) -> Document:
+    """slime aborts until there are none. ``include`` and ``dp_rank`` (SGLang's) change nothing."""
+    stats = await rollout.metrics()
+    version = (await rollout.server_info()).package_version
+    return {"version": version, "loads": [{"dp_rank": 0, **load_of(stats)}]}
 
 
 @routes.on("GET", "/get_server_info", Access.GENERATION)
