@@ -317,6 +317,10 @@ async def server_info(rollout: AsyncRollout) -> Document:
         "disaggregation_mode": "null",
         "weight_version": weights.label or str(weights.version),
         "version": info.package_version,
+        # slime holds these two to its own flags: its engines sleep by them (which it asks of none
+        # that it has not started), and tell a mixture's experts, as requests ask for them here.
+        "enable_memory_saver": False,
+        "enable_return_routed_experts": True,
         "internal_states": [{**load_of(stats), "state": stats.state}],
     }
 

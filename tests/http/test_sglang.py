@@ -257,6 +257,14 @@ def test_clients_learn_what_they_ask_for(http: httpx.Client) -> None:
         assert http.request(method, "/flush_cache").status_code == 200
 
 
+def test_slime_connects_to_an_engine_that_it_has_not_started(http: httpx.Client) -> None:
+    """It infers these sizes, and holds the engine to flags of its own (``sglang_engine.py``)."""
+    info = http.get("/server_info").json()
+    sizes = {"tp_size": 1, "pp_size": 1, "ep_size": 1, "num_gpus": 1, "disaggregation_mode": "null"}
+    flags = {"enable_memory_saver": False, "enable_return_routed_experts": True}
+    assert {name: info.get(name) for name in sizes | flags} == sizes | flags
+
+
 def test_slime_aborts_until_the_engine_is_idle(http: httpx.Client) -> None:
     def load() -> int:
         reply = http.get("/v1/loads", params={"include": "core"})
