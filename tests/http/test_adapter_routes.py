@@ -94,6 +94,21 @@ def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adap
     assert post("/v1/completions", model="one", prompt=[3])[0] == 404
 
 
+def test_skyrl_loads_what_its_trainer_wrote_into_the_same_directory(
+    http: httpx.Client, adapter_dir: Path
+) -> None:
+    """Also where the files look as before, as on a shared file system that is behind."""
+    body = {"lora_name": "skyrl-lora", "lora_path": write(adapter_dir / "sync")}
+    told = [http.post("/skyrl/v1/load_lora_adapter", json=body) for _ in range(2)]
+    assert [reply.status_code for reply in told] == [200, 200], told[0].text
+    assert told[1].json()["version"] == told[0].json()["version"] + 1
+    asked = {"model": "skyrl-lora", "token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+    [choice] = http.post("/inference/v1/generate", json=asked).json()["choices"]
+    assert choice["adapter"] == f"skyrl-lora@{told[1].json()['version']}"
+    name = {"lora_name": "skyrl-lora"}
+    assert http.post("/v1/unload_lora_adapter", json=name).status_code == 200
+
+
 def test_adapters_that_the_server_is_started_with_are_served_by_their_names(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tiny", "qwen3", tokenizer=True)
     modules = [f"{name}={write(tmp_path / name)}" for name in ("one", "two")]

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict
 
+from rollout.api import AsyncRollout
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.verbs import served_of
@@ -38,6 +39,10 @@ class UnloadBody(BaseModel):
 @routes.on("POST", "/v1/load_lora_adapter", Access.CONTROL)
 @routes.on("POST", "/load_lora_adapter", Access.CONTROL)
 async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
+    return await _loaded(rollout, body)
+
+
+async def _loaded(rollout: AsyncRollout, body: LoadBody) -> dict[str, Any]:
     """A slot takes it, or checkpoint + adapter become the next version; asked again, it is done
     already.
     """
@@ -49,6 +54,12 @@ async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
     )
     how = "merged into the weights" if done.merged else "loaded"
     return {"message": f"adapter {done.name!r} is {how}", "version": done.version}
+
+
+@routes.on("POST", "/skyrl/v1/load_lora_adapter", Access.CONTROL)
+async def load_again(rollout: Engine, body: LoadBody) -> dict[str, Any]:
+    """SkyRL's trainer writes every step into one directory."""
+    return await _loaded(rollout, body.model_copy(update={"load_inplace": True}))
 
 
 @routes.on("POST", "/v1/unload_lora_adapter", Access.CONTROL)
