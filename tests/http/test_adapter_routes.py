@@ -94,6 +94,30 @@ def test_an_adapter_is_a_model_by_its_name_or_behind_the_base(http, served, adap
     assert post("/v1/completions", model="one", prompt=[3])[0] == 404
 
 
+def test_prime_rl_asks_again_while_a_shared_file_system_does_not_show_its_adapter(
+    http: httpx.Client, adapter_dir: Path
+) -> None:
+    """Its ``_is_retryable_lora_error``: upon 404 and 500, and upon no other status."""
+
+    def load(path: Path) -> int:
+        body = {"lora_name": "late", "lora_path": str(path)}
+        return http.post("/load_lora_adapter", json=body).status_code
+
+    late, wrong = adapter_dir / "step_1", adapter_dir / "step_2"
+    assert load(late) == 404
+    write(wrong)
+    weights = wrong / "adapter_model.safetensors"
+    weights.rename(adapter_dir / "later")
+    assert load(wrong) == 404
+    (adapter_dir / "later").rename(weights)
+    (wrong / "adapter_config.json").write_text("{}")
+    assert load(wrong) == 400
+    assert load(adapter_dir.parent) == 400  # outside of what may be read nothing is told
+    write(late)
+    assert load(late) == 200
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "late"}).status_code == 200
+
+
 def test_skyrl_loads_what_its_trainer_wrote_into_the_same_directory(
     http: httpx.Client, adapter_dir: Path
 ) -> None:

@@ -8,9 +8,11 @@ from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict
 
 from rollout.api import AsyncRollout
+from rollout.errors import ConfigError
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.verbs import served_of
+from rollout.weight_sync.versions.follower import inside
 
 routes = Routes()
 LOADED_BY = "adapters are loaded by"
@@ -37,7 +39,6 @@ class UnloadBody(BaseModel):
 
 
 @routes.on("POST", "/v1/load_lora_adapter", Access.CONTROL)
-@routes.on("POST", "/load_lora_adapter", Access.CONTROL)
 async def load(rollout: Engine, body: LoadBody) -> dict[str, Any]:
     return await _loaded(rollout, body)
 
@@ -60,6 +61,18 @@ async def _loaded(rollout: AsyncRollout, body: LoadBody) -> dict[str, Any]:
 async def load_again(rollout: Engine, body: LoadBody) -> dict[str, Any]:
     """SkyRL's trainer writes every step into one directory."""
     return await _loaded(rollout, body.model_copy(update={"load_inplace": True}))
+
+
+@routes.on("POST", "/load_lora_adapter", Access.CONTROL)
+async def load_once_written(rollout: Engine, body: LoadBody) -> dict[str, Any]:
+    """prime-rl asks again upon a 404: a shared file system may show its files later."""
+    try:
+        return await _loaded(rollout, body)
+    except ConfigError as error:
+        path = inside(body.lora_path, served_of(rollout, LOADED_BY).weight_dirs)
+        if (path / "adapter_config.json").is_file() and any(path.glob("*.safetensors")):
+            raise
+        raise HTTPException(404, str(error)) from error
 
 
 @routes.on("POST", "/v1/unload_lora_adapter", Access.CONTROL)
