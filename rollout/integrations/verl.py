@@ -31,6 +31,7 @@ from rollout.api import AsyncRollout, Rollout
 from rollout.distributed.native_thread import on_this_stream
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import RequestOutput, SamplingParams
+from rollout.generation.all_layers import of_all_layers
 from rollout.integrations.teacher_rows import teacher_rows
 from rollout.integrations.verl_checkpoint import NAME, drain, pulled, server_name
 
@@ -39,14 +40,20 @@ class Server:
     """One replica: tokens in, tokens out. A Ray actor; its ranks are processes on its node.
 
     ``apart``: the trainer may be on another node. Weights are then taken on the node's own address,
-    by a token; else on loopback.
+    by a token; else on loopback. ``routed_experts``: whether every answer brings them.
     """
 
     def __init__(
-        self, model: str, settings: dict[str, Any], limits: dict[str, int], *, apart: bool = False
+        self,
+        model: str,
+        settings: dict[str, Any],
+        limits: dict[str, int],
+        *,
+        apart: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         self._rollout = AsyncRollout(model, **settings)
-        self._limits, self._apart = limits, apart
+        self._limits, self._apart, self._routed_experts = limits, apart, routed_experts
         self._token = secrets.token_urlsafe(32) if apart else None
         self._rejecting = False  # requests that come while generation is paused
         self._steps: dict[int, int] = {}  # the trainer's step by version
@@ -149,7 +156,9 @@ class Server:
         given["logprobs"] = None if top in (None, False, True) else top
         if given.get("prompt_logprobs") is not None and given.get("temperature", 1.0) >= 1e-5:
             given.setdefault("prompt_temperature", given.get("temperature", 1.0))
-        return SamplingParams.from_dict({**given, "max_tokens": max(1, min(asked, room))})
+        given |= {"max_tokens": max(1, min(asked, room))}
+        given |= {"return_routed_experts": True} if self._routed_experts else {}
+        return SamplingParams.from_dict(given)
 
     def _answer(self, output: RequestOutput, top: int) -> TokenOutput:
         [sample] = output.outputs
@@ -168,6 +177,7 @@ class Server:
         return TokenOutput(
             token_ids=sample.token_ids,
             log_probs=sample.logprobs.processed,
+            routed_experts=of_all_layers(output, sample),
             stop_reason="aborted" if sample.is_cut_short else "completed",
             num_preempted=0,
             extra_fields=fields,
@@ -201,7 +211,13 @@ class Replica(RolloutReplica):  # type: ignore[misc]
         }
         path = getattr(self.model_config, "local_path", None) or self.model_config.path
         apart = self.rollout_mode is RolloutMode.STANDALONE and len(_nodes()) > 1
-        handle = server.remote(path, _settings(config, longest), limits, apart=apart)
+        handle = server.remote(
+            path,
+            _settings(config, longest),
+            limits,
+            apart=apart,
+            routed_experts=config.enable_rollout_routing_replay,
+        )
         self.servers.append(handle)
         self._server_handle = handle
         self._server_address = await handle.launch_server.remote()

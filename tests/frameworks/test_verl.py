@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from clients.install import folder
 from frameworks.jobs import run
@@ -54,6 +55,24 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     assert (partial["extra_fields"]["max_global_steps"]) == 12
     assert (got["rejected"]["token_ids"], got["rejected"]["stop_reason"]) == ([], "aborted")
     assert got["back"]["token_ids"] == got["first"]["token_ids"]
+
+
+@pytest.mark.more
+@pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
+def test_verls_agent_loop_gets_the_experts_of_every_layer_for_its_router_replay(
+    tmp_path: Path,
+) -> None:
+    """``enable_rollout_routing_replay``: rows of all tokens but the last, which verl adds."""
+    write_tiny(tmp_path, "qwen3_moe", mlp_only_layers=[0])
+    got = run("verl_experts_job.py", tmp_path, over=CLIENT)[-1]
+    asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "return_routed_experts": True}
+    with Rollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+        [sample] = rollout.generate([[5, 6, 7]], asked)[0].outputs
+    assert got["token_ids"] == sample.token_ids
+    dense = np.zeros_like(sample.routed_experts)
+    whole = np.concatenate([dense, sample.routed_experts], axis=1).tolist()
+    assert got["experts"] == whole
+    assert got["aligned"] == [*whole, np.zeros_like(whole[0]).tolist()]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,4 @@
-"""Experts and kept sets of a completion as clients of other servers read them.
-
-Their experts have a row for every layer of the model: zeros for those without experts.
-"""
+"""Experts and kept sets of a completion as clients of other servers read them."""
 
 from __future__ import annotations
 
@@ -10,21 +7,10 @@ import io
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollout.generation import Completion, RequestOutput, SamplingParams
+from rollout.generation.all_layers import of_all_layers
 from rollout.generation.packed import pack
-
-
-def of_all_layers(output: RequestOutput, completion: Completion) -> NDArray[Any] | None:
-    """[tokens, layers, experts of a token]; None where nobody asked."""
-    experts, sparse = completion.routed_experts, np.array(output.sparse_layers, bool)
-    if experts is None or sparse.all():
-        return experts
-    tokens, _, chosen = experts.shape
-    whole = np.zeros((tokens, len(sparse), chosen), experts.dtype)
-    whole[:, sparse] = experts
-    return whole
 
 
 def sglang_experts(output: RequestOutput, completion: Completion) -> str | None:
