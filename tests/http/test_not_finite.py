@@ -127,6 +127,24 @@ async def test_a_stream_says_it_in_its_last_event(http: httpx.AsyncClient) -> No
     assert events[-1] == "[DONE]"
 
 
+async def test_sglangs_clients_get_an_error_where_they_would_ask_for_the_rest_for_ever(
+    http: httpx.AsyncClient,
+) -> None:
+    """AReaL and slime's partial rollouts send what "abort" left unfinished again."""
+
+    async def post(**body: Any) -> httpx.Response:
+        return await http.post("/generate", json={"sampling_params": {"max_new_tokens": 3}, **body})
+
+    alone = await post(input_ids=[5, BAD])
+    assert (alone.status_code, alone.json()["error"]["type"]) == (500, "EngineError")
+    assert "not numbers" in alone.json()["error"]["message"]
+    both = await post(input_ids=[[5, BAD], GOOD_PROMPT])  # one of a batch costs no other
+    assert both.status_code == 200, both.text
+    ends = [row["meta_info"]["finish_reason"] for row in both.json()]
+    assert [end["type"] for end in ends] == ["abort", "length"]
+    assert (ends[0]["status_code"], ends[0]["err_type"]) == (500, "nan_logits")
+
+
 async def test_a_logprob_of_minus_infinity_is_null() -> None:
     """A probability too small for a float32 (and one that a filter made 0) has no logarithm."""
     assert [finite(x) for x in (-1.5, float("-inf"), float("nan"), float("inf"))] == [

@@ -21,7 +21,7 @@ from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
 from rollout.api.generation_verbs import in_order
 from rollout.errors import EngineError, RolloutError
-from rollout.generation import RequestOutput, SamplingParams, classify_params
+from rollout.generation import NAN_LOGITS, RequestOutput, SamplingParams, classify_params
 from rollout.server.auth import Access
 from rollout.server.grpc.health import SERVING, state_of
 from rollout.server.http.answers import TokenText
@@ -35,7 +35,7 @@ from rollout.server.http.responses import (
     in_session,
     unless_disconnected,
 )
-from rollout.server.http.sglang_types import Ask, GenerateBody, Versions, replies
+from rollout.server.http.sglang_types import NOT_NUMBERS, Ask, GenerateBody, Versions, replies
 from rollout.server.sglang_verbs import (
     AbortBody,
     CheckBody,
@@ -85,6 +85,9 @@ async def generate(rollout: Engine, body: GenerateBody, request: Request) -> Res
     )
     if not body.stream:
         done = await unless_disconnected(request, in_order(outputs))
+        if not answer.several and done[0].outputs[0].stop_reason == NAN_LOGITS:
+            # As SGLang answers what its engine gave up: upon "abort" AReaL asks for the rest.
+            raise EngineError(f"the sample ended early: {NOT_NUMBERS}")
         rows = [
             row for index, output in enumerate(done) for row in await answer.rows(index, output)
         ]

@@ -21,6 +21,7 @@ from rollout.server.http.side_channels import sglang_experts, sglang_mask
 from rollout.server.http.types import RequestId
 from rollout.wire.spellings import near
 
+NOT_NUMBERS = "its logits were not numbers; the server's log says why"
 MAX_NEW_TOKENS = 128  # where a request says nothing
 TokenIds = list[Annotated[int, Field(ge=0)]]
 Triple = list[float | int | str | None]  # [logprob, token id, its text or None]
@@ -300,10 +301,10 @@ def _finish_reason(completion: Completion, made: int) -> dict[str, Any] | None:
         return {"type": "stop", "matched": completion.token_ids[-1] if matched is None else matched}
     if reason == "length":
         return {"type": "length", "length": made}
-    failed = completion.stop_reason == NAN_LOGITS
-    why = "the logits were not numbers" if failed else "Aborted"
-    kind = NAN_LOGITS if failed else None
-    return {"type": "abort", "message": why, "status_code": None, "err_type": kind}
+    if completion.stop_reason == NAN_LOGITS:
+        failed = {"message": NOT_NUMBERS, "status_code": 500, "err_type": NAN_LOGITS}
+        return {"type": "abort", **failed}
+    return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
 def _logprobs(
