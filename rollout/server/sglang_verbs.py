@@ -228,7 +228,7 @@ class SglangVerbs:
         return _done(f"{nbytes} bytes of {len(body.names)} tensors were received")
 
     async def relabel(self, body: VersionBody) -> Document:
-        """The label of what is live, without an update."""
+        """The label of what is live, without an update; while one is open, of what it will make."""
         label, session = str(body.new_version), session_of(self._rollout)
         await self._rollout.threads.run(lambda: session.relabel(label))
         if body.abort_all_requests:

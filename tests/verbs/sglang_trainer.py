@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("path")
     parser.add_argument("ports", type=lambda said: [int(port) for port in said.split(",")])
     parser.add_argument("--label")
+    parser.add_argument("--late-label")
     parser.add_argument("--buckets", type=int, default=1)
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
@@ -74,6 +75,8 @@ def update(post, pool, groups: dict[str, dist.ProcessGroup], args: argparse.Name
     parts = [tensors[first : first + size] for first in range(0, len(tensors), size)]
     for number, part in enumerate(parts):
         send(post, pool, *list(groups.items())[number % len(groups)], part, args)
+    if args.late_label:
+        post("update_weight_version", new_version=args.late_label, abort_all_requests=False)
     if args.session:
         assert post("end_weight_update").status_code == 200
     for _ in range(1 if args.whole else 2):  # as clients that try again do

@@ -68,6 +68,22 @@ def test_a_torch_trainer_broadcasts_and_its_weights_go_live(engine, folder, weig
     assert row["weight_version"] == f"step-{seed}"
 
 
+def test_a_label_that_comes_before_an_updates_end_is_that_of_its_version(
+    engine, folder, weights
+) -> None:
+    """miles's order: begin, parts, ``/update_weight_version``, end."""
+    http, rollout, url = engine
+    http.post("/update_weight_version", json={"new_version": "before"})
+    before = rollout.weight_info().version
+    path = folder / "labelled.safetensors"
+    save_file(weights[2], path)
+    assert run_trainer(url, path, "--session", "--buckets", "2", "--late-label", "step-9") == ""
+    labels = {receipt.version: receipt.label for receipt in rollout.receipts()}
+    assert labels.get(before, "before") == "before"
+    assert labels[before + 1] == "step-9"
+    assert http.get("/get_weight_version").json() == {"weight_version": "step-9"}
+
+
 def test_a_group_of_each_pipeline_stage_sends_its_part_of_one_update(
     engine, folder, weights
 ) -> None:

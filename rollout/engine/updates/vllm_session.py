@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
 
+from rollout.engine.updates.begin_check import check_label
 from rollout.engine.updates.foreign_groups import ForeignGroups
 from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
 from rollout.engine.updates.verb_update import GRACE, Packing, Terms, VerbTarget, VerbUpdate
@@ -202,7 +203,14 @@ class VerbSession:
         return some(update.missing(), 4, "; ") or "the last of it is still on its way"
 
     def relabel(self, label: str) -> None:
-        """Set the label of the live version, without an update."""
+        """Set the label of the live version, without an update; while one is open, of what that
+        will make (miles says it before it ends the update).
+        """
+        with self._lock:
+            if self._open is not None:
+                check_label(label)
+                self._open.label = label
+                return
         self._of.relabel(label)
 
     def refuse(self, reason: str, caller: Caller = ANYBODY) -> None:
