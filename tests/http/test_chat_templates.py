@@ -95,6 +95,20 @@ def test_tokenize_renders_the_same_prompt(http: httpx.Client) -> None:
     assert text.endswith("</think>\n\n")
 
 
+def test_tokenize_takes_nulls_for_what_is_not_said(http: httpx.Client) -> None:
+    """verifiers' ``tokenize_vllm`` has its tools in every body."""
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    plain = http.post("/tokenize", json=chat).json()
+    empty = {"tools": None, "chat_template": None, "chat_template_kwargs": None,
+             "add_generation_prompt": None, "return_token_strs": None, "prompt": None}  # fmt: skip
+    for more in (empty, {"return_token_strs": False}):
+        reply = http.post("/tokenize", json={"model": "tiny", **chat, **more})
+        assert reply.status_code == 200, reply.text
+        assert reply.json() == plain
+    refused = http.post("/tokenize", json={**chat, "return_token_strs": True})
+    assert (refused.status_code, "return_token_strs" in refused.text) == (400, True)
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools\\[0\\] must be"),
     ({"tools": [{"type": "function", "function": {}}]}, "needs a name"),

@@ -159,6 +159,15 @@ class TokenizeBody(ConversationBody):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    return_token_strs: Literal[False] = False  # vLLM's
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_say_nothing(cls, values: Any) -> Any:
+        """verifiers sends its tools always, as null where it has none."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeBody:
