@@ -28,7 +28,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({**OK, "max_tokens": "many"}, "max_tokens"),
     ({**OK, "temperature": -1}, "temperature"),
     ({**OK, "top_p": 0}, "top_p"),
-    ({**OK, "logprobs": True}, "logprobs"),
+    ({**OK, "logprobs": False}, "logprobs"),
     ({**OK, "logprobs": 1.5}, "logprobs"),
     ({**OK, "n": 0}, "n must be"),
     ({**OK, "top_k": 10**30}, "top_k must be"),

@@ -51,6 +51,27 @@ def test_prime_rls_scorer_reads_the_logprob_of_each_token_of_the_prompt(
         assert [entry["rank"] for entry in ranked] == list(range(1, len(row) + 1))
 
 
+def test_true_asks_for_one_alternative_as_skyrls_tinker_server_does(http: httpx.Client) -> None:
+    """Its ``external_inference.py`` sends ``logprobs: true`` to completions."""
+
+    def completion(count: int | bool) -> Any:
+        body = {"model": "tiny", "prompt": IDS, **GREEDY, "return_token_ids": True, "top_k": -1}
+        reply = http.post("/v1/completions", json={**body, "n": 1, "seed": 3, "logprobs": count})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["logprobs"]
+
+    def tokens(count: int | bool) -> Any:
+        asked = {**GREEDY, "logprobs": count, "prompt_logprobs": count}
+        reply = http.post(
+            "/inference/v1/generate", json={"token_ids": IDS, "sampling_params": asked}
+        )
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["logprobs"], reply.json()["prompt_logprobs"]
+
+    assert completion(True) == completion(1)
+    assert tokens(True) == tokens(1)
+
+
 def test_a_stream_adds_up_and_skyrls_route_answers_the_same(
     http: httpx.Client,
 ) -> None:

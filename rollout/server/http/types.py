@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import InvalidRequest
@@ -196,13 +196,21 @@ def prompts_of(given: Prompts, field: str) -> list[Prompt]:
     return [p for p in given if not isinstance(p, int)]
 
 
+def one_for_true(value: Any) -> Any:
+    """vLLM takes true, as SkyRL's Tinker server sends it, for one alternative."""
+    return 1 if value is True else value
+
+
+Alternatives = Annotated[int | None, BeforeValidator(one_for_true)]
+
+
 class CompletionBody(SamplingBody):
     """``/v1/completions``. ``suffix`` is refused."""
 
     prompt: Prompts
     max_tokens: int = 16
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Alternatives = None
+    prompt_logprobs: Alternatives = None
     echo: bool = False
     add_special_tokens: bool = True
     suffix: str | None = None

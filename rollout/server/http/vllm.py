@@ -60,7 +60,7 @@ from rollout.server.http.side_channels import (
     skyrl_experts,
     skyrl_support,
 )
-from rollout.server.http.types import RequestId, StreamOptions
+from rollout.server.http.types import RequestId, StreamOptions, one_for_true
 
 routes = Routes()
 Document = dict[str, Any]
@@ -140,7 +140,8 @@ class GenerateBody(BaseModel):
         asked: Document = {"max_tokens": None}
         if self.return_sample_support:
             asked["return_sampling_mask"] = True
-        for name, value in self.sampling_params.items():
+        for name, given in self.sampling_params.items():
+            value = one_for_true(given) if name in ("logprobs", "prompt_logprobs") else given
             if name in _KNOWN:
                 asked |= {} if value is None and name != "max_tokens" else {name: value}
             elif value and name not in _WITHOUT_EFFECT:
