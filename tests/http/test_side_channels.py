@@ -130,8 +130,11 @@ async def test_each_dialect_has_the_kept_sets_in_its_own_shape(
     [choice] = (await post(http, "/v1/completions", {"prompt": IDS, **own}))["choices"]
     assert choice["sampling_mask"] == kept
 
-    body = {"token_ids": IDS, "sampling_params": asked, "return_sample_support": True}
+    own = {**asked, "logprobs": 1}
+    body = {"token_ids": IDS, "sampling_params": own, "return_sample_support": True}
     [choice] = (await post(http, "/skyrl/v1/generate", body))["choices"]
+    told = [row["logprob"] for row in choice["logprobs"]["content"]]
+    assert told == one.logprobs.processed  # as SkyRL's servers have them beside the kept sets
     packed = choice["rollout_sample_support"]
     rows = np.frombuffer(base64.b64decode(packed["data"]), np.int32).reshape(packed["shape"])
     assert (packed["dtype"], rows.shape) == ("int32", (MADE, 6))

@@ -203,7 +203,8 @@ async def _begun(
         samples=params.n,
         logprobs=params.logprobs is not None,
         top=params.logprobs or 0,
-        processed=defaults.logprobs_mode == "processed_logprobs",
+        # SkyRL's servers tell those over the kept set with it: its trainer normalises over that.
+        processed=defaults.logprobs_mode == "processed_logprobs" or body.return_sample_support,
         token_ids=True,
         token_text=token_id_text,  # as vLLM has it here: clients compare
         request_id=body.request_id or uuid.uuid4().hex,
