@@ -180,6 +180,10 @@ def of_each(problems: Sequence[str]) -> list[str]:
 
 
 SHUT_DOWN = "this Rollout was shut down; make a new one"  # an ``EngineClosed``
+FORKED = (  # another
+    "this process was forked from the one that made this Rollout, which goes on there; connect to "
+    "its address (Rollout.connect) from a process that was spawned: gRPC does not survive a fork"
+)
 _LONG = 40  # characters of a text that is not said twice
 _BY_NAME = {cls.__name__: cls for cls in STATUS}
 

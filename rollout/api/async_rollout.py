@@ -19,7 +19,7 @@ from rollout.api.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
-from rollout.errors import SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
+from rollout.errors import FORKED, SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
@@ -119,6 +119,11 @@ class AsyncRollout(GenerationVerbs):
         self._server: Any = None
         self._serving = asyncio.Lock()
         self.sessions = Sessions(self.session)  # those that HTTP clients name
+
+    async def start(self) -> None:
+        if self.weights.is_forked:
+            raise EngineClosed(FORKED)
+        await super().start()
 
     async def state(self) -> str:
         """``EngineStats.state``, or "loading" until ``start`` is done, which this never waits for.
@@ -266,7 +271,11 @@ class AsyncRollout(GenerationVerbs):
             return self._address
 
     async def shutdown(self) -> None:
-        """End the server, the engine and its processes; a connected one only disconnects."""
+        """End the server, the engine and its processes; a connected one only disconnects. In a
+        forked process it ends nothing: all of it is its parent's.
+        """
+        if self.weights.is_forked:
+            return
         await self.disconnect()
         await asyncio.to_thread(self.backend.close)
         self.weights.close()

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
-from rollout.errors import SHUT_DOWN, EngineClosed
+from rollout.errors import FORKED, SHUT_DOWN, EngineClosed
 
 _LOOK = 1.0  # seconds between looks at whether the loop still runs
 BLOCKING_CALLS = 16  # threads for what takes one: loading, tokenising, asking a service
@@ -52,12 +52,7 @@ class LoopThread:
             call.cancel()  # no effect when it has ended
 
     def _why_over(self) -> str:
-        if os.getpid() != self._process:
-            return (
-                "this process was forked from the one that made this Rollout, which goes on there; "
-                "connect to its address from here (Rollout.connect)"
-            )
-        return SHUT_DOWN
+        return SHUT_DOWN if os.getpid() == self._process else FORKED
 
     def close(self) -> None:
         if self._thread.is_alive():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rollout.errors import (
+    FORKED,
     EngineClosed,
     InvalidRequest,
     TransferFailed,
@@ -31,12 +33,19 @@ class RankCalls:
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         self._ranks, self._timeout = tuple(ranks), timeout
         self._group: RankGroup | None = None
-        self.is_closed = False
+        self.is_closed, self._process = False, os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a forked process, whose parent goes on with the calls."""
+        return os.getpid() != self._process
 
     def agree(self, verb: str, said: Any) -> None:
         """All ranks are here, at the same call with the same arguments; else none goes on."""
         if self.is_closed:
             raise EngineClosed("this rollout was shut down; make a new one with Rollout.from_ranks")
+        if self.is_forked:
+            raise EngineClosed(FORKED)
         if len(self._ranks) == 1:
             return
         mark = hashlib.sha256(json.dumps([verb, said], default=repr).encode()).hexdigest()

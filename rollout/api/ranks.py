@@ -279,8 +279,10 @@ class ColocatedRollout:
     # ---- the end ----
 
     def shutdown(self) -> None:
-        """End the engine on every rank; waits a few seconds for the others. Idempotent."""
-        if not self._calls.is_closed:
+        """End the engine on every rank; waits a few seconds for the others. Idempotent. In a
+        forked process it ends nothing.
+        """
+        if not (self._calls.is_closed or self._calls.is_forked):
             with suppress(RolloutError):  # whoever does not come is gone, or will see us gone
                 self._calls.group(_END_WAIT).exchange({}, _END_WAIT, "shutdown")
             self._close()

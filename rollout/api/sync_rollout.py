@@ -25,6 +25,9 @@ from rollout.wire.spellings import VERBS, explains_arguments
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Of forked processes, which free none: sockets and gRPC's channels are shared with the parent's.
+_inherited: list[AsyncRollout] = []
+
 
 def _blocking(
     method: Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]],
@@ -197,7 +200,9 @@ class Rollout:
         return self._loop.run(self._async.address)
 
     def shutdown(self) -> None:
-        """End the server, the engine and its processes; a connected one only disconnects."""
+        """End the server, the engine and its processes; a connected one only disconnects. In a
+        forked process it ends nothing: all of it is its parent's.
+        """
         self._end()
         atexit.unregister(self._end)
 
@@ -216,6 +221,9 @@ class Rollout:
 
 def _shut_down(rollout: AsyncRollout, loop: LoopThread) -> None:
     """Also runs at interpreter exit, when no thread can be started any more."""
+    if rollout.weights.is_forked:
+        _inherited.append(rollout)
+        return
     try:
         loop.run(rollout.disconnect())
     finally:

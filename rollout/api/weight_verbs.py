@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
-from rollout.errors import SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
+from rollout.errors import FORKED, SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
 from rollout.weight_sync.protocol.committed import DeltaBase
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -32,13 +33,21 @@ class WeightVerbs:
 
     def __init__(self, backend: Backend) -> None:
         self._over: Backend | None = backend
+        self._process = os.getpid()
         self._delta_base, self._plans = DeltaBase(), PlanCache()
 
     @property
     def _backend(self) -> Backend:
         if self._over is None:
             raise EngineClosed(SHUT_DOWN)
+        if self.is_forked:
+            raise EngineClosed(FORKED)
         return self._over
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a forked process, which has none of the threads behind it."""
+        return os.getpid() != self._process
 
     @property
     def is_closed(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class NativeThread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._work: Callable[[], None] | None = target
         self._stop_work = stop
+        self._process = os.getpid()
 
     def start(self) -> None:
         atexit.register(self._end)
@@ -58,6 +60,8 @@ class NativeThread(threading.Thread):
     def _end(self) -> None:
         if self.ident is None:
             return  # Ctrl-C came before it had begun
+        if os.getpid() != self._process:
+            return  # a forked process ends: the thread, and what it works on, are its parent's
         stop = self._stop_work
         if stop is not None:
             stop()

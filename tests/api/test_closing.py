@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +63,53 @@ def test_a_client_that_was_shut_down_changes_no_weights(engine: Rollout) -> None
         with pytest.raises(EngineClosed, match="this Rollout was shut down; make a new one"):
             verb()
     assert engine.weight_version == live
+
+
+FORKS = """
+import asyncio, os, signal, sys, warnings
+from rollout import AsyncRollout, Rollout
+from rollout.errors import EngineClosed
+
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+
+def tokens(r):
+    return len(r.generate([1, 2, 3], {"max_tokens": 3})[0].outputs[0].token_ids)
+
+async def leave(r):
+    async with r:
+        pass
+
+def child(act):
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(60)
+        try:
+            act()
+        except EngineClosed as error:
+            sys.exit(7 if "forked" in str(error) else str(error))
+        sys.exit(0)  # with what the interpreter does at its end
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+settings = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8, "kv_cache_bytes": 1 << 20}
+with Rollout(sys.argv[1], tensor_parallel_size=2, **settings) as r:
+    child(lambda: None)
+    child(r.shutdown)
+    child(lambda: r.__exit__(None, None, None))
+    child(lambda: globals().pop("r"))
+    child(lambda: tokens(r))
+    child(lambda: r.update_weights(sys.argv[1], timeout=10))
+    child(lambda: asyncio.run(r._async.shutdown()))
+    child(lambda: asyncio.run(leave(r._async)))
+    print("tokens", tokens(r), "version", r.update_weights(sys.argv[1]).version)
+"""
+
+
+def test_a_forked_process_ends_nothing_of_its_parents_engine(bare_checkpoint: str) -> None:
+    command = [sys.executable, "-c", FORKS, bare_checkpoint]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=270)
+    assert not ended.stderr
+    assert ended.stdout.split() == [*"00007707", "tokens", "3", "version", "1"]
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "grpc_stream"])

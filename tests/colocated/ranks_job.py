@@ -126,6 +126,17 @@ class Rank:
         else:
             self.rollout.wake_up()
 
+    def fork(self, verb: str, **given: Any) -> int:
+        """A child of this rank calls ``verb`` and ends; its status, 7 where it was refused."""
+        if child := os.fork():
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        signal.alarm(60)
+        try:
+            getattr(self, verb)(**given)
+        except RolloutError as error:
+            sys.exit(7 if "forked" in str(error) else str(error))
+        sys.exit(0)
+
     def die(self, prompts: Any) -> list[Any]:
         """Rank 1 is killed while rank 0 generates."""
         if self.rank == 1:

@@ -162,6 +162,17 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(
     assert first["seconds"] < 10
 
 
+def test_a_child_that_a_rank_forks_ends_nothing_of_its_engine(
+    job: Job, paths: tuple[str, str]
+) -> None:
+    same(job, "start", path=paths[0])
+    assert same(job, "fork", verb="version") == 7
+    assert same(job, "fork", verb="generate", prompts=PROMPTS) == 7
+    assert same(job, "fork", verb="stop") == 0
+    assert len(same(job, "generate", prompts=PROMPTS, max_tokens=2)) == len(PROMPTS)
+    same(job, "stop")
+
+
 def test_one_process_alone_is_an_engine_of_one_rank(paths: tuple[str, str]) -> None:
     with Rollout.from_ranks(paths[0], device="cpu", num_threads=1, num_kv_blocks=64) as colocated:
         [output] = colocated.generate([PROMPTS[0]], SAMPLED)
