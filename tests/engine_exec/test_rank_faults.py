@@ -175,22 +175,30 @@ def test_closing_is_quick_even_when_a_rank_hangs(tiny):
 
 
 ORPHAN = """
-import sys, json, time
+import os, sys, json, time
 sys.path.insert(0, {tests!r})
 from engine_exec.drive_executor import running
 with running({model!r}, executor="multiprocess", tensor_parallel_size=2) as executor:
-    print(json.dumps([f.result(10)[0]["pid"] for f in executor.call("info", {{}})]), flush=True)
+    ranks = [f.result(10)[0]["pid"] for f in executor.call("info", {{}})]
+    child = os.fork()
+    if child:
+        print(json.dumps([ranks, child]), flush=True)
     time.sleep(60)
+    os._exit(0)
 """
 
 
-def test_ranks_end_when_their_engine_is_killed(tiny):
+def test_ranks_end_when_their_engine_is_killed_whose_forked_processes_go_on(tiny):
     script = ORPHAN.format(tests=str(Path(__file__).parent.parent), model=str(tiny[0]))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
-        ranks = json.loads(parent.stdout.readline())
-        assert len(alive(ranks)) == 2
-        parent.kill()
-    wait_until(lambda: not alive(ranks), 2)
+        ranks, child = json.loads(parent.stdout.readline())
+        try:
+            assert len(alive(ranks)) == 2
+            parent.kill()
+            wait_until(lambda: not alive(ranks), 2)
+            assert alive([child])
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_an_inline_engine_leaves_no_process_and_refuses_calls_once_closed(tiny):

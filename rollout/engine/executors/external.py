@@ -22,6 +22,7 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.distributed.life_lines import closed_in_forks
 from rollout.distributed.native_thread import NativeThread
 from rollout.engine.executors.multiprocess import MultiprocessExecutor
 from rollout.engine.executors.rank_link import RankLink
@@ -100,7 +101,7 @@ class RankHost:
 
     def __init__(self, sock: socket.socket, device: torch.device | None = None) -> None:
         sock.settimeout(None)
-        self._sock, self._device = sock, device
+        self._sock, self._device = closed_in_forks(sock), device
         self._thread = NativeThread("rollout-rank", self._run, self._hang_up)
         self._thread.start()
 

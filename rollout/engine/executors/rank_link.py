@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout.distributed.child_environment import child_environment
+from rollout.distributed.life_lines import closed_in_forks
 from rollout.errors import RolloutError, from_wire
 from rollout.wire.frames import Reply, recv_frame
 
@@ -52,7 +53,7 @@ class RankLink:
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.rank, self.process = rank, process
-        self._sock = sock
+        self._sock = closed_in_forks(sock)
         self._on_end, self._on_reply = on_end, on_reply
         self._pending: dict[int, Future[Reply]] = {}
         self._pending_lock = threading.Lock()
