@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.gptq import GPTQLoraLinear
 from torch import Tensor
 from weight_sync_source.jobs.lora import adapted, factors
 
@@ -46,6 +47,24 @@ def test_a_models_adapters_go_by_their_names_and_scales() -> None:
     assert first["model.layers.0.up_proj"].scaling == 6 / math.sqrt(4)
     assert second["model.layers.0.up_proj"].scaling == 4
     assert "model.layers.0.down_proj" not in second
+
+
+def test_an_adapter_of_a_quantised_base_goes_alone_and_what_refuses_its_merge_says_so() -> None:
+    """As QLoRA trains it; PEFT's layer is real, and asks nothing of the linear that it wraps."""
+    model = adapted()
+    layer = model.get_submodule("base_model.model.model.layers.0.up_proj")
+    of_codes = GPTQLoraLinear(
+        layer.base_layer, "default", model.peft_config["default"], r=4, lora_alpha=8
+    )
+    of_codes.load_state_dict(layer.state_dict(), strict=False)
+    model.set_submodule("base_model.model.model.layers.0.up_proj", of_codes)
+    assert same(streamed(None, {"math": model}), "math", factors(model))
+    [(_, part)] = detect_update(None, {"math": model}).parts
+    assert part.spec({}).modules["model.layers.0.up_proj"].scaling == 2
+    with pytest.raises(
+        ConfigError, match=r"layers\.0\.up_proj: GPTQLoraLinear .*quantised.*adapters_only=True"
+    ):
+        streamed(model, {})
 
 
 def test_a_directory_of_pefts_is_the_same_source(tmp_path) -> None:

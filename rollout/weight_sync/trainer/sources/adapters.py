@@ -19,6 +19,7 @@ from rollout.loader.peft_adapter import STARTS_BESIDE
 from rollout.weight_sync.trainer.sources.lora import DORA as DORA_VARIANT
 from rollout.weight_sync.trainer.sources.lora import MAGNITUDE as MAGNITUDES
 from rollout.weight_sync.trainer.sources.lora import (
+    QUANTIZED,
     REMEDY,
     MergePlan,
     is_peft,
@@ -151,9 +152,10 @@ class AdapterPlan(MergePlan):
         leaf = getattr(layer, "parameter_name", "weight")
         if leaf != "weight" and layer._did_swap_in_out_features:  # [experts, outputs, inputs]
             kinds["ParamWrapper", None] = EXPERTS
-        of = type_name(layer), None if variant is None else type(variant).__name__
-        found = kinds.get(of) if is_peft(layer, "LoraLayer") else None
-        if found is None or (type_name(layer) != "Embedding" and layer.fan_in_fan_out):
+        of = "Linear" if type_name(layer) in QUANTIZED else type_name(layer)
+        key = of, None if variant is None else type(variant).__name__
+        found = kinds.get(key) if is_peft(layer, "LoraLayer") else None
+        if found is None or (of != "Embedding" and getattr(layer, "fan_in_fan_out", False)):
             kind = type(layer if variant is None else variant).__name__
             raise ConfigError(f"{to}: {kind} is not served as an adapter; {_MERGE}")
         if layer.lora_bias.get(adapter):

@@ -32,6 +32,13 @@ MERGED = {
     "Embedding": ("lora_embedding_A", "lora_embedding_B"),
     "ParamWrapper": ("lora_A", "lora_B"),
 }
+# Whose base holds codes: what they add is what ``Linear`` adds, but to no plain weight.
+QUANTIZED = frozenset(
+    {
+        *("Linear4bit", "Linear8bitLt", "GPTQLoraLinear", "AwqLoraLinear", "AqlmLoraLinear"),
+        *("EetqLoraLinear", "HqqLoraLinear", "IncLoraLinear", "TorchaoLoraLinear"),
+    }
+)
 DORA, MAGNITUDE = "DoraLinearVariant", "lora_magnitude_vector"
 REMEDY = (
     "use plain LoRA there; or, where every rank has whole weights, call merge_adapter() before "
@@ -259,6 +266,12 @@ def _roles_of(layer: Any, adapter: str, to: str) -> tuple[str, ...]:
         return roles
     if roles is not None and type(variant).__name__ == DORA:
         return (*roles, MAGNITUDE)
+    if type_name(layer) in QUANTIZED:
+        raise ConfigError(
+            f"{to or 'the model'}: {type_name(layer)} cannot be merged, its base is quantised; "
+            "send its adapter alone, update_weights(model, adapters_only=True), to an engine that "
+            "was started with max_adapters=, or merge it into a base that is not quantised"
+        )
     raise _refusal(to, type(layer if variant is None else variant).__name__)
 
 
