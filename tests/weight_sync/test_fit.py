@@ -46,3 +46,14 @@ def test_local_shards_are_told_from_other_shapes() -> None:
     halves["model.norm.weight"] = (3,)
     assert "shards" not in said(halves)
     assert "shards" not in said({name: (*meta.shape, 1) for name, meta in WANTED.items()})
+
+
+def test_codes_of_four_bits_are_told_to_be_codes_and_not_of_another_shape() -> None:
+    """As bitsandbytes packs them: two to a byte, in one column."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    sent = [*WANTED.values()]
+    sent[sent.index(WANTED[name])] = TensorMeta(name, torch.uint8, (64, 1))
+    with pytest.raises(
+        WeightMismatch, match=rf"{name} has dtype torch\.uint8.*dequantise it first"
+    ):
+        check_metadata(sent, WANTED, {})

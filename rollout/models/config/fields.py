@@ -152,8 +152,8 @@ def _refuse_unsupported(read: Reader) -> None:
     if packed and method not in ("mxfp4", "fp8", COMPRESSED, GPTQ, AWQ):
         raise ConfigError(
             f"{read.file}: quantization_config is not supported, but for fp8 weights, mxfp4 "
-            "experts, GPTQ, AWQ and compressed-tensors in 8 bits or packed; use an unquantised "
-            "checkpoint"
+            "experts, GPTQ, AWQ and compressed-tensors in 8 bits or packed; its quant_method is "
+            f"{method!r}: use an unquantised checkpoint"
         )
     turned = packed.get("transform_config") if isinstance(packed, Mapping) else None
     if isinstance(turned, Mapping) and turned.get("config_groups"):  # QuIP's and SpinQuant's

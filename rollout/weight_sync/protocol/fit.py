@@ -51,10 +51,10 @@ def differences(
         if want is None:
             near = nearest(meta.name, wanted) if len(problems) < _MOST else None
             problems.append(f"{meta.name} is unknown" + (f" (nearest: {near})" if near else ""))
+        elif (wrong := dtype_fault(meta.dtype, want.dtype)) is not None:
+            problems.append(f"{meta.name} {wrong}")  # packed codes have other shapes, too
         elif meta.shape != want.shape:
             problems.append(f"{meta.name} has shape {meta.shape}, the model wants {want.shape}")
-        elif (wrong := dtype_fault(meta.dtype, want.dtype)) is not None:
-            problems.append(f"{meta.name} {wrong}")
     if not partial:
         owners = {aliases.get(name, name) for name in counts} & set(counts)
         whole = {*components, *map(component_of, counts)}
