@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from packed_files import write_packed
 from quantized_files import CONFIGS, write_mxfp4_release, write_release
 from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -16,6 +17,7 @@ from rollout.errors import ConfigError
 from rollout.loader import open_checkpoint
 from rollout.server.preflight import check
 from rollout.weights import Box
+from rollout.weights.files import open_weights
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
 PROMPT = [5, 9, 200, 31, 7]
@@ -97,6 +99,18 @@ def test_check_refuses_what_no_scheme_here_is(tmp_path, changes, match):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=match):
         judged(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["int8", "symmetric"])
+def test_files_of_turned_weights_are_refused_wherever_they_are_read(tmp_path, form):
+    """As by an update from them, or a check against them, of an engine that started elsewhere."""
+    (write_release if form == "int8" else write_packed)(tmp_path, form)
+    open_weights(tmp_path)[1].close()
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "random"}}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="transform_config of compressed-tensors"):
+        open_weights(tmp_path)
 
 
 def test_a_quantised_model_that_only_transformers_has_is_not_served(tmp_path):

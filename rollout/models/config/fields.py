@@ -14,7 +14,7 @@ from rollout.models.config.mamba import with_kinds
 from rollout.models.config.moe import MoEConfig, read_moe
 from rollout.models.config.reader import Reader
 from rollout.models.config.text import PREFIXES, text_config
-from rollout.weights.files.packed_int import AWQ, COMPRESSED, GPTQ
+from rollout.weights.files.packed_int import AWQ, COMPRESSED, GPTQ, refuse_turned
 from rollout.wire.spellings import near
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -155,9 +155,5 @@ def _refuse_unsupported(read: Reader) -> None:
             "experts, GPTQ, AWQ and compressed-tensors in 8 bits or packed; its quant_method is "
             f"{method!r}: use an unquantised checkpoint"
         )
-    turned = packed.get("transform_config") if isinstance(packed, Mapping) else None
-    if isinstance(turned, Mapping) and turned.get("config_groups"):  # QuIP's and SpinQuant's
-        raise ConfigError(
-            f"{read.file}: transform_config of compressed-tensors is not supported: it rotates "
-            "activations, too; use a checkpoint without it"
-        )
+    if isinstance(packed, Mapping):
+        refuse_turned(packed, read.file)

@@ -147,6 +147,16 @@ def is_packed_int(metadata: Mapping[str, TensorMeta]) -> bool:
     return any(name.endswith((QWEIGHT, WEIGHT_PACKED)) for name in metadata)
 
 
+def refuse_turned(packed: Mapping[str, object], file: str) -> None:
+    """``ConfigError`` where a ``quantization_config`` rotates weights, as QuIP and SpinQuant do."""
+    turned = packed.get("transform_config")
+    if isinstance(turned, Mapping) and turned.get("config_groups"):
+        raise ConfigError(
+            f"{file}: transform_config of compressed-tensors is not supported: it rotates "
+            "activations, too; use a checkpoint without it"
+        )
+
+
 def is_packed_config(packed: Mapping[str, object]) -> bool:
     """Whether a ``quantization_config`` is of such files."""
     method = packed.get("quant_method")
@@ -320,4 +330,7 @@ def _config(config: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{config} cannot be read as JSON: {error}") from error
     packed = values.get("quantization_config") if isinstance(values, Mapping) else None
-    return packed if isinstance(packed, Mapping) else {}
+    if not isinstance(packed, Mapping):
+        return {}
+    refuse_turned(packed, str(config))
+    return packed

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import CASTABLE, Box, TensorMeta
-from rollout.weights.files.packed_int import COMPRESSED, is_packed_config
+from rollout.weights.files.packed_int import COMPRESSED, is_packed_config, refuse_turned
 from rollout.weights.packed_rows import (
     CODES,
     FileCodes,
@@ -150,7 +150,10 @@ def _block_size(config: Path) -> Block | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{config} cannot be read as JSON: {error}") from error
     packed = values.get("quantization_config") if isinstance(values, Mapping) else None
-    return block_size(packed, str(config)) if isinstance(packed, Mapping) else BLOCK
+    if not isinstance(packed, Mapping):
+        return BLOCK
+    refuse_turned(packed, str(config))
+    return block_size(packed, str(config))
 
 
 def scheme_name(packed: Mapping[str, object] | None, file: str) -> str:
