@@ -8,6 +8,7 @@ import pytest
 import torch
 from packed_files import write_packed
 from quantized_files import CONFIGS, write_mxfp4_release, write_release
+from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
@@ -146,6 +147,22 @@ def test_a_release_gives_what_transformers_makes_of_it_and_takes_a_trainers_weig
             assert again.details["quantized_digest"] != receipt.details["quantized_digest"]
             assert engine.check_weights(str(tmp_path)).equal
         matches(engine, oracle)
+
+
+@pytest.mark.parametrize("form", ["fp8", "symmetric"])
+def test_scales_of_activations_and_of_the_cache_are_passed_over(tmp_path, form):
+    """Static ones of inputs, and those of ``kv_cache_scheme``, whatever packs the weights."""
+    (write_packed if form == "symmetric" else write_release)(tmp_path, form)
+    file = tmp_path / "model.safetensors"
+    files, layer = load_file(file), "model.layers.0"
+    with Rollout(str(tmp_path), device="cpu", max_model_len=64) as engine:
+        files[f"{layer}.mlp.up_proj.input_scale"] = torch.ones(1)
+        files[f"{layer}.mlp.up_proj.input_zero_point"] = torch.ones(1, dtype=torch.int8)
+        files[f"{layer}.self_attn.k_scale"] = files[f"{layer}.self_attn.v_scale"] = torch.ones(1)
+        save_file({name: tensor.clone() for name, tensor in files.items()}, file)
+        for source in (str(tmp_path), files, iter(files.items()))[: 1 if form != "fp8" else 3]:
+            assert engine.update_weights(source).version
+            assert engine.check_weights(str(tmp_path)).equal
 
 
 def matches(engine, oracle) -> None:

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 GPTQ, AWQ, COMPRESSED = "gptq", "awq", "compressed-tensors"
 PACKED = "pack-quantized"  # the format of compressed-tensors that is read here
 QWEIGHT, WEIGHT_PACKED = ".qweight", ".weight_packed"  # end the names of codes
+# End the names of what scales inputs, outputs and attention's cache: these stay as they are.
+ACTIVATIONS = tuple(
+    f".{one}_{what}"
+    for one in ("activation", "input", "output", "q", "k", "v")
+    for what in ("scale", "zero_point")
+)
 BITS = (2, 4, 8)
 _WORD = 32  # bits
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight codes of a word: where each lies
@@ -80,7 +86,11 @@ class PackedIntFiles:
             self._linears[f"{stem}.weight"] = _found(files, stem, packed)
             left_out |= {stem + end for end in _ENDINGS}
         floats = {n: TensorMeta(n, torch.float32, of.shape) for n, of in self._linears.items()}
-        rest = {n: m for n, m in files.metadata().items() if n not in left_out}
+        rest = {
+            name: meta
+            for name, meta in files.metadata().items()
+            if name not in left_out and not name.endswith(ACTIVATIONS)
+        }
         self._metadata = rest | floats
 
     def metadata(self) -> Mapping[str, TensorMeta]:

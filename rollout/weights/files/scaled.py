@@ -14,7 +14,12 @@ from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import CASTABLE, Box, TensorMeta
-from rollout.weights.files.packed_int import COMPRESSED, is_packed_config, refuse_turned
+from rollout.weights.files.packed_int import (
+    ACTIVATIONS,
+    COMPRESSED,
+    is_packed_config,
+    refuse_turned,
+)
 from rollout.weights.packed_rows import (
     CODES,
     FileCodes,
@@ -31,7 +36,6 @@ if TYPE_CHECKING:
 WEIGHT = ".weight"
 SCALES = ("_scale_inv", "_scale")  # either is what values are multiplied by
 SCALE_DTYPES = CASTABLE | {torch.float8_e8m0fnu}
-INPUT_SCALES = (".activation_scale", ".input_scale")  # of activations, which stay as they are
 BLOCK = (128, 128)  # where no config.json says
 Block = tuple[int, int]
 
@@ -53,12 +57,10 @@ class ScaledFiles:
         held = files.metadata()
         self._scales = {n: self._scale_of(n, m, held) for n, m in held.items() if _has_codes(m)}
         left_out = {scales for scales, _ in self._scales.values()}
-        for name in self._scales:
-            left_out |= {name.removesuffix(WEIGHT) + end for end in INPUT_SCALES}
         self._metadata = {
             name: TensorMeta(name, torch.float32, m.shape) if name in self._scales else m
             for name, m in held.items()
-            if name not in left_out
+            if name not in left_out and not name.endswith(ACTIVATIONS)
         }
 
     def metadata(self) -> Mapping[str, TensorMeta]:

@@ -12,7 +12,8 @@ from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights.box import Box
 from rollout.weights.expert_names import expert_part
 from rollout.weights.files import mxfp4
-from rollout.weights.files.scaled import BLOCK, INPUT_SCALES, SCALES, WEIGHT
+from rollout.weights.files.packed_int import ACTIVATIONS
+from rollout.weights.files.scaled import BLOCK, SCALES, WEIGHT
 from rollout.weights.packed_rows import (
     CODES,
     floats_of,
@@ -44,7 +45,7 @@ def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[
         is_codes = _is_codes(name, tensor)
         stem = _stem(name) if is_codes else _scaled_by(name, tensor)
         if stem is None:
-            if not name.endswith(INPUT_SCALES):
+            if not name.endswith(ACTIVATIONS):
                 yield name, tensor
             continue
         if stem not in waiting:
