@@ -149,6 +149,18 @@ def test_a_release_gives_what_transformers_makes_of_it_and_takes_a_trainers_weig
         matches(engine, oracle)
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_codes_may_begin_at_any_byte_of_a_file(tmp_path, scheme):
+    """Scales of 16 bits that are odd in number, or a zero point, may lie before them."""
+    files = write_release(tmp_path, scheme)
+    before = torch.ones(1, dtype=torch.bfloat16 if scheme == "fp8" else torch.int8)
+    end = "input_scale" if scheme == "fp8" else "input_zero_point"
+    files[f"model.layers.0.mlp.down_proj.{end}"] = before
+    save_file(files, tmp_path / "model.safetensors")
+    with Rollout(str(tmp_path), device="cpu", quantization="auto", max_model_len=64) as engine:
+        assert engine.check_weights(str(tmp_path)).equal
+
+
 @pytest.mark.parametrize("form", ["fp8", "symmetric"])
 def test_scales_of_activations_and_of_the_cache_are_passed_over(tmp_path, form):
     """Static ones of inputs, and those of ``kv_cache_scheme``, whatever packs the weights."""

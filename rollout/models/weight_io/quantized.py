@@ -322,7 +322,10 @@ class QuantizedIO:
         whole, at = (slot.shape[0], slot.shape[1] // scheme.per_byte), _in_bytes(own, scheme)
         edges = (whole[1], at.starts[1], at.stops[1])
         if not any(edge % 4 for edge in edges):  # four at a time
-            codes = codes.contiguous().view(torch.int32)
+            codes = codes.contiguous()
+            if codes.storage_offset() % 4:  # as a file's, which may begin at any byte
+                codes = codes.clone()
+            codes = codes.view(torch.int32)
             whole = whole[0], whole[1] // 4
             at = Box((at.starts[0], at.starts[1] // 4), (at.stops[0], at.stops[1] // 4))
         return (digest(codes, whole, at) + self._of_scales(slot, own, scales)) % 2**64
