@@ -73,11 +73,29 @@ def test_biases_of_zeros_that_gptq_adds_are_passed_over_and_no_others(tmp_path):
             refused()
 
 
+def test_a_format_counts_where_no_checkpoint_format_is_said(tmp_path):
+    """As transformers reads it; zeros of the two differ by one."""
+    made, values = packed("gptq_v2", LINEAR, (48, 80), torch.Generator().manual_seed(1))
+    save_file({n: t.contiguous() for n, t in made.items()}, tmp_path / "model.safetensors")
+    said = CONFIGS["gptq_v2"] | {"checkpoint_format": None, "format": "gptq_v2"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    with open_checkpoint(str(tmp_path)) as checkpoint:
+        ((_, lazy),) = checkpoint.items()
+        assert torch.equal(lazy.read(Box.full(lazy.shape)), values)
+
+
 @pytest.mark.parametrize(
     ("form", "config", "tensors", "match"),
     [
         ("gptq", {"bits": 3}, {}, "codes of 3 bits are not supported"),
         ("awq", {"version": "gemv"}, {}, "version 'gemv', is not supported"),
+        ("awq", {"version": None, "format": "gemv"}, {}, "version 'gemv', is not supported"),
+        (
+            "gptq",
+            {"checkpoint_format": "marlin"},
+            {},
+            "checkpoint_format 'marlin' is not supported",
+        ),
         ("gptq", {"quant_method": "hqq"}, {}, "quant_method='hqq'"),
         ("gptq", {"group_size": 128}, {}, r"scales has shape \[5, 48\], .* need \[1, 48\]"),
         ("awq", {}, {"qzeros": None}, r"qzeros is missing"),

@@ -32,6 +32,7 @@ ACTIVATIONS = tuple(
     for what in ("scale", "zero_point")
 )
 BITS = (2, 4, 8)
+_GPTQ_V2 = "gptq_v2"
 _WORD = 32  # bits
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight codes of a word: where each lies
 _BAND = 1 << 22  # elements that are unpacked at once: some int32 copies of them are alive
@@ -193,10 +194,16 @@ def _found(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
 
 def _gptq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
     """``qweight`` [K / per, N] packed along the inputs, ``qzeros`` [groups, N / per] along the
-    outputs and, but in ``checkpoint_format`` gptq_v2, one too small; ``g_idx`` [K], where groups
-    go by activation order.
+    outputs and, but in ``checkpoint_format`` (or ``format``) gptq_v2, one too small; ``g_idx``
+    [K], where groups go by activation order.
     """
     bits = _bits(stem, packed.get("bits"))
+    form = str(packed.get("checkpoint_format") or packed.get("format") or GPTQ).lower()
+    if form not in (GPTQ, _GPTQ_V2):
+        raise ConfigError(
+            f"{stem}: GPTQ in checkpoint_format {form!r} is not supported; use a checkpoint in "
+            f"{GPTQ!r} or {_GPTQ_V2!r}"
+        )
     per = _WORD // bits
     words, scales = _tensor(files, stem, QWEIGHT), _tensor(files, stem, ".scales")
     inputs, outputs = words.shape[0] * per, words.shape[1]
@@ -214,7 +221,7 @@ def _gptq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
         group=group,
         order=None if order is None or order.shape != (inputs,) else order.name,
         zeros=Codes(name=zeros.name, bits=bits, axis=1, places=in_order),
-        offset=int(packed.get("checkpoint_format", GPTQ) != "gptq_v2"),
+        offset=int(form != _GPTQ_V2),
     )
 
 
@@ -222,7 +229,7 @@ def _awq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
     """``qweight`` [K, N / 8] and ``qzeros`` [groups, N / 8], both packed along the outputs, even
     ones of each eight first (version "gemm").
     """
-    version = str(packed.get("version", "gemm")).lower()
+    version = str(packed.get("version") or packed.get("format") or "gemm").lower()
     if packed.get("bits") != 4 or version != "gemm":
         raise ConfigError(
             f"{stem}: AWQ in {packed.get('bits')} bits, version {version!r}, is not supported; use "
