@@ -24,7 +24,7 @@ from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard_plan import gap
 from rollout.weight_sync.trainer.sources.names import named_weights
-from rollout.weight_sync.trainer.sources.values import check_all
+from rollout.weight_sync.trainer.sources.values import check_all, is_dtensor
 from rollout.weights import Box, Shape, TensorMeta
 from rollout.weights.expert_names import PROJ_NAMES, W123_NAMES
 from rollout.wire.codec import from_plain, to_plain
@@ -204,6 +204,7 @@ class MegatronLayout:
             number = self._numbering(chunk, index, len(chunks))
             items = named_weights(chunk)
             check_all(items)
+            _refuse_spread(items)
             for name, tensor in items:
                 parts = self._parts_of(name, tensor.detach(), number)
                 if parts is None:
@@ -220,8 +221,13 @@ class MegatronLayout:
     def _check(self, chunk: nn.Module) -> None:
         """Refuse what would be sent wrongly under the right name."""
         settings = getattr(chunk, "config", None)
-        for field in ("layernorm_zero_centered_gamma", "attention_output_gate"):
-            if getattr(settings, field, False):
+        for field in (
+            "layernorm_zero_centered_gamma",
+            "attention_output_gate",
+            "rotary_interleaved",  # rows of queries and keys in another order than files have
+            "moe_mlp_glu_interleave_size",  # blocks of gate and up in turns
+        ):
+            if getattr(settings, field, None):
                 raise ConfigError(f"Megatron's {field}: such weights cannot be sent yet")
         shared = getattr(chunk, "share_embeddings_and_output_weights", None)
         if shared is not None and shared != self._tied:
@@ -330,6 +336,17 @@ class MegatronLayout:
             )
         module = f"{layer}.{names.module}.experts.{self.ep[0] * here + local}"
         return _mlp(module, names.linears, match[2] or match[3], tensor, self.etp)
+
+
+def _refuse_spread(items: Sequence[tuple[str, Tensor]]) -> None:
+    """Of an FSDP's parameter this rank has rows, or a piece of its memory, that no rule knows."""
+    if spread := [name for name, tensor in items if is_dtensor(tensor)]:
+        raise WeightMismatch(
+            f"nothing was sent: {some(spread)} of the Megatron model are DTensors, as "
+            "Megatron-FSDP and torch's FSDP make them, and are not read here; pass pairs of the "
+            "checkpoint's names and full_tensor() instead",
+            problems=spread,
+        )
 
 
 def _mlp(

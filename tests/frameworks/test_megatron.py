@@ -6,14 +6,18 @@ import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from clients.install import folder
 from frameworks.megatron_layouts import shard, tree
 from safetensors.torch import load_file
 from tiny_models import write_tiny
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_processes import Job
 from transformers import AutoModelForCausalLM
 
@@ -97,10 +101,30 @@ def test_what_cannot_be_sent_is_refused_by_name(tmp_path: Path) -> None:
         MegatronSource(tree(whole), config={**config, "model_type": "gpt2"})
     with pytest.raises(ConfigError, match="tp, pp, ep, etp: "):
         MegatronLayout.of(config, dict.fromkeys(("tp", "pp", "ep", "etp")), alone=False)
+    for field in ("rotary_interleaved", "moe_mlp_glu_interleave_size"):
+        module = tree(whole)
+        module.config = SimpleNamespace(**{field: 32})
+        with pytest.raises(ConfigError, match=f"Megatron's {field}"):
+            MegatronSource(module, config=config)
     module = tree(whole)
     module.share_embeddings_and_output_weights = True
     with pytest.raises(ConfigError, match="tie_word_embeddings=False"):
         MegatronSource(module, config=config)
+
+
+def test_what_fsdp_has_spread_is_refused_by_name(tmp_path: Path) -> None:
+    """A mesh of one, whose only rank has every row: of more ranks each would claim them all."""
+    config, weights = checkpoint(tmp_path, "qwen3")
+    whole = shard(weights, config, **ALONE, etp=(0, 1), fused=True, vocabulary=336)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole[name] = distribute_tensor(whole[name], mesh, [Shard(0)])
+        with pytest.raises(WeightMismatch, match=r"layers\.1.*linear_fc2\.weight of .*DTensors"):
+            MegatronSource(tree(whole), config=config, **ALONE)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
