@@ -57,3 +57,17 @@ def test_unequal_strided_shards_are_said_to_be_unknown(job: Job) -> None:
     boxes = dict(job[1][0]["tp_uneven"]["boxes"])
     assert boxes["model.layers.0.up_proj.weight"] == []
     assert boxes["model.layers.0.down_proj.weight"] == [[[0, 0], [5, 5 * 3]]]
+
+
+def test_parts_that_are_summed_are_rounded_once(job: Job) -> None:
+    parts = [torch.randn(6, 4, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    found = load_file(job[0] / "summed.safetensors")["a.weight"]
+    exact = sum(part.double() for part in parts)
+    assert (found - exact).abs().max() <= (exact.bfloat16() - exact).abs().max() * (1 + 1e-5)
+
+
+def test_a_tensor_of_which_the_sender_has_no_part_is_refused_with_the_remedy(job: Job) -> None:
+    for rank in job[1]:
+        said = rank["elsewhere"]
+        assert said["type"] == "WeightMismatch"
+        assert "b.weight lies on ranks [2, 3] alone, and rank 0, which sends" in said["message"]

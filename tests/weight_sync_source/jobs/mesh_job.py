@@ -6,13 +6,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from weight_sync_source.jobs.rank import Rank
+from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import Tiny
+
+from rollout.weight_sync.trainer.sources.update import detect_update
 
 BF16 = torch.bfloat16
 
@@ -49,6 +52,16 @@ if __name__ == "__main__":
     job.gather("fsdp1_hybrid", flat(mesh), BF16)
     job.gather("tp", tensor_parallel(mesh, 12), BF16)
     job.gather("tp_uneven", tensor_parallel(mesh, 10), BF16)
+    line = init_device_mesh("cpu", (4,))
+    part = torch.randn(6, 4, generator=torch.Generator().manual_seed(job.rank))
+    job.gather("summed", {"a.weight": DTensor.from_local(part, line, [Partial()])}, BF16)
+    pair = DeviceMesh("cpu", [2, 3])
+    spread = {
+        "a.weight": distribute_tensor(torch.ones(6, 4), line, [Shard(0)]),
+        "b.weight": distribute_tensor(torch.ones(6, 4), pair, [Shard(0)]),
+    }
+    source = detect_update(spread, {}).source(aliases={}, dtype=BF16, timeout=TIMEOUT)
+    job.failing("elsewhere", source.agreement, source, lambda index: None)
     job.finish()
     dist.barrier()
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from rollout.errors import WeightMismatch
 from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource, BufferFor
@@ -51,6 +52,13 @@ class FSDP2Source(BoundSource):
             return readable(name, tensor).to(dtype) if self.agreement.is_sender else empty
         mesh, placements = tensor.device_mesh, tensor.placements
         here, origin = mesh.get_coordinate(), _coordinate(mesh, self.agreement.ranks[0])
+        if origin is None and self.agreement.is_sender:
+            wrong = (
+                f"{name} lies on ranks {mesh.mesh.flatten().tolist()} alone, and rank "
+                f"{self.agreement.ranks[0]}, which sends, is none of them; take transport='p2p', "
+                "by which each rank sends its own part, or a mesh that has that rank"
+            )
+            raise WeightMismatch(wrong, problems=[wrong])
         if (
             here is None
             or origin is None
@@ -61,8 +69,11 @@ class FSDP2Source(BoundSource):
         ):
             return empty  # another replica's whole subgroup skips with us
         # Cast before the gather: half the bytes, and values equal to a cast afterwards. A shard
-        # offloaded to the CPU goes to the device its mesh communicates on.
-        local = readable(name, tensor.to_local()).to(mesh.device_type, dtype)
+        # offloaded to the CPU goes to the device its mesh communicates on. What has to be summed
+        # is cast behind the sum, or each part would be rounded.
+        summed = any(place.is_partial() for place in placements)
+        local = readable(name, tensor.to_local())
+        local = local.to(mesh.device_type, local.dtype if summed else dtype)
         self._cast = (tensor, local)  # its digest is taken next
         boxes = _boxes(tensor, origin)
         if boxes is not None:
@@ -71,7 +82,7 @@ class FSDP2Source(BoundSource):
             local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
         full = cast.full_tensor()
-        return full if self.agreement.is_sender else empty
+        return full.to(dtype) if self.agreement.is_sender else empty
 
     def _gather_boxes(self, tensor: DTensor, local: Tensor, boxes: dict[int, Box]) -> Tensor:
         """Move every rank's box into the sender's buffer; a meta tensor elsewhere."""
