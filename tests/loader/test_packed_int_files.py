@@ -54,6 +54,17 @@ def test_a_packed_checkpoint_starts_the_engine_of_what_it_stands_for(tmp_path, f
         assert engine.check_weights(floats).equal
 
 
+@pytest.mark.parametrize("form", ["gptq", "awq", "symmetric"])
+def test_packed_tensors_without_their_config_are_told_to_come_as_a_directory(tmp_path, form):
+    write_packed(tmp_path, form)
+    tensors = load_file(tmp_path / "model.safetensors")
+    with Rollout(str(tmp_path), **CPU) as engine:
+        for source in (tensors, iter(tensors.items())):
+            with pytest.raises(WeightMismatch, match=r"_proj\.\w+ is packed.*pass the directory"):
+                engine.update_weights(source)
+        assert engine.update_weights(str(tmp_path)).version == 1
+
+
 def test_biases_of_zeros_that_gptq_adds_are_passed_over_and_no_others(tmp_path):
     write_packed(tmp_path, "gptq")
     [file] = tmp_path.glob("*.safetensors")

@@ -12,7 +12,7 @@ from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights.box import Box
 from rollout.weights.expert_names import expert_part
 from rollout.weights.files import mxfp4
-from rollout.weights.files.packed_int import ACTIVATIONS
+from rollout.weights.files.packed_int import ACTIVATIONS, QWEIGHT, WEIGHT_PACKED
 from rollout.weights.files.scaled import BLOCK, SCALES, WEIGHT
 from rollout.weights.packed_rows import (
     CODES,
@@ -24,11 +24,16 @@ from rollout.weights.packed_rows import (
 )
 from rollout.weights.quantization import MXFP4, Scheme
 
+PACKED_WORDS = (QWEIGHT, WEIGHT_PACKED)
+
 
 def holds_codes(items: Iterable[tuple[str, Tensor]]) -> bool:
     """Whether weights of linears are codes in there."""
     plain = (Tensor, torch.nn.Parameter)  # others may not answer, and are refused by name
-    return any(type(tensor) in plain and _is_codes(name, tensor) for name, tensor in items)
+    return any(
+        type(tensor) in plain and (name.endswith(PACKED_WORDS) or _is_codes(name, tensor))
+        for name, tensor in items
+    )
 
 
 def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[tuple[str, Tensor]]:
@@ -38,10 +43,17 @@ def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[
 
     Where the engine holds X in that very grid (``naming.schemes``), codes and scales in bytes
     (``packed_rows``); else the floats that they stand for. Whichever comes first is copied until
-    the other does. Raises ``WeightMismatch`` where one never comes, or they do not fit.
+    the other does. Raises ``WeightMismatch`` where one never comes, or they do not fit, and for
+    codes that are packed in int32, of which names and shapes do not say the form.
     """
     waiting: dict[str, tuple[str, Tensor, bool]] = {}
     for name, tensor in items:
+        if name.endswith(PACKED_WORDS):
+            wrong = (
+                f"{name} is packed, as GPTQ, AWQ and compressed-tensors do it: pass the directory "
+                "of its files, whose config.json says how, or dequantise it first"
+            )
+            raise WeightMismatch(wrong, problems=[wrong])
         is_codes = _is_codes(name, tensor)
         stem = _stem(name) if is_codes else _scaled_by(name, tensor)
         if stem is None:
