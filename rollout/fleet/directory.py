@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from rollout.errors import EngineClosed, EngineError
+from rollout.errors import DeadlineExceeded, EngineClosed, EngineError
 from rollout.fleet.link import Link
 from rollout.rpc.client import RolloutClient
 from rollout.weight_sync.protocol.membership import Standing
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+LOOK = 0.1  # seconds between looks at whether a member that is asked serves still
 
 
 class Directory(ABC):
@@ -104,11 +108,27 @@ class Directory(ABC):
         return min(links, key=lambda link: link.calls)
 
     def ask_any(self, verb: Callable[[RolloutClient], T]) -> T:
-        """The answer of a member that serves; where one does not answer, another's."""
+        """The answer of a member that serves; where one is silent until it does not, another's."""
         links = sorted(self.serving(), key=lambda link: link.calls)
         for link in links[:-1]:
             try:
-                return verb(link.client)
+                return self._answer(link, verb)
             except EngineError as error:
                 log.info("member %s did not answer: %s", link.name, error)
         return verb((links[-1:] or [self.one()])[0].client)
+
+    def _answer(self, link: Link, verb: Callable[[RolloutClient], T]) -> T:
+        """As ``verb`` gives it; one that hangs is waited for until its lease is over."""
+        life, answer = self.life(link.name), Future[T]()
+
+        def ask() -> None:
+            try:
+                answer.set_result(verb(link.client))
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="rollout-fleet-ask", daemon=True).start()
+        while not wait((answer,), LOOK).done:
+            if self.is_out(link, life):
+                raise DeadlineExceeded("it serves no more, and has said nothing")
+        return answer.result()

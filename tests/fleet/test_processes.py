@@ -143,6 +143,39 @@ def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_
                 members(front.http, "DELETE", query="?name=third")
 
 
+@pytest.mark.parametrize("verb", ["update", "tokenize"])
+def test_what_hangs_at_a_stopped_engine_is_asked_of_another(checkpoint, trained, tmp_path, verb):
+    """Whichever is asked first: the front goes on once the lease of the one that hangs is over."""
+    with serve(checkpoint, *FLAGS) as one, serve(checkpoint, *FLAGS) as two:
+        flags = ("--quorum", "1")
+        with (
+            front_process(tmp_path / "record", one.grpc, two.grpc, flags=flags) as front,
+            Rollout.connect(front.grpc, timeout=60) as client,
+        ):
+            for engine in (one, two):
+                wait_serving(front.http, 2)
+                engine.process.send_signal(signal.SIGSTOP)
+                begun = time.monotonic()
+                try:
+                    if verb == "update":
+                        client.update_weights(trained, timeout=60)
+                    else:
+                        assert post(front.http, "/tokenize", {"prompt": "a"})["tokens"]
+                    taken = time.monotonic() - begun
+                finally:
+                    engine.process.send_signal(signal.SIGCONT)
+                assert taken < 12, taken  # of the 30 s for which the front waits for an answer
+
+
+def post(address, path, body):
+    request = urllib.request.Request(
+        f"http://{address}{path}", json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )  # fmt: skip
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
 def resumed(client):
     with contextlib.suppress(RolloutError):
         client.resume_generation()

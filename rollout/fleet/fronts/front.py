@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -417,12 +417,12 @@ class Front(ABC):
         self._said_by = link.name, life
         return info
 
-    async def _any(self, verb: Callable[[Link], Awaitable[T]]) -> T:
-        """The answer of a member that serves; where one does not answer, another's."""
+    async def _any(self, verb: Callable[[Link], Coroutine[Any, Any, T]]) -> T:
+        """The answer of a member that serves; where one is silent until it does not, another's."""
         links = sorted(self.fleet.serving(), key=lambda link: link.calls)
         for link in links[:-1]:
-            with contextlib.suppress(EngineError):
-                return await verb(link)
+            for answer in await self._answer(verb, link):
+                return answer
         return await verb((links[-1:] or [self.fleet.one()])[0])
 
     async def _all(
@@ -430,13 +430,17 @@ class Front(ABC):
     ) -> list[T]:
         """Of those that answer before they can serve no more."""
 
-        async def one(link: Link) -> tuple[T, ...]:
-            out = partial(self.fleet.is_out, link, self.fleet.life(link.name))
-            with contextlib.suppress(EngineError):
-                return await answer_of(verb(link), out, self.fleet.lease)
-            return ()
+        found = await asyncio.gather(*(self._answer(verb, link) for link in links))
+        return [answer for answers in found for answer in answers]
 
-        return [row for found in await asyncio.gather(*map(one, links)) for row in found]
+    async def _answer(
+        self, verb: Callable[[Link], Coroutine[Any, Any, T]], link: Link
+    ) -> tuple[T, ...]:
+        """Of a member; () where it does not answer before it can serve no more."""
+        out = partial(self.fleet.is_out, link, self.fleet.life(link.name))
+        with contextlib.suppress(EngineError):
+            return await answer_of(verb(link), out, self.fleet.lease)
+        return ()
 
 
 class _Reader(LinkOver):
