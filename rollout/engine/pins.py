@@ -101,9 +101,11 @@ class Pins:
             self._counters.pin_fallbacks += len({seq.request_id for seq in left})
             if fallback == "abort":
                 self._outputs.abort({seq.request_id for seq in left})
-            elif fallback == "recompute":
-                for seq in left:
+            begun = {seq.seq_id for seq in self._scheduler.begun()}
+            for seq in left:
+                if fallback == "recompute" or seq.seq_id not in begun:
                     seq.adapter = self._outputs.newest(seq)
+            if fallback == "recompute":
                 self._scheduler.recompute(left)
             count = len({seq.request_id for seq in left})
             self._end(f"{count} requests took the fallback {fallback!r} {why}")

@@ -319,11 +319,14 @@ class Scheduler:
         group = [seq for seq in self.pinned() if seq.group == samples[0].group]
         if not group:
             return
-        theirs = {seq.adapter.name: seq.adapter for seq in group if seq.adapter is not None}
+        adapter = samples[0].adapter
+        if adapter is not None:  # as it was when that version was live
+            theirs = {seq.adapter.name: seq.adapter for seq in group if seq.adapter is not None}
+            adapter = theirs.get(adapter.name, adapter)
+            if adapter.version >= self.blocks.version:
+                return  # it never was with the pinned weights
         for seq in samples:
-            seq.pin = self.pin
-            if seq.adapter is not None:  # as it was when that version was live
-                seq.adapter = theirs.get(seq.adapter.name, seq.adapter)
+            seq.pin, seq.adapter = self.pin, adapter
 
     def _next_heap(self, pinned: bool) -> list[tuple[int, Sequence]] | None:
         """The heap of a lane whose top is the oldest sequence that may be admitted."""

@@ -98,21 +98,21 @@ class VersionSwitch:
         self, adapters: Collection[str], recompute: bool, kept: Collection[int]
     ) -> None:
         """Give the newest versions of ``adapters`` to what has not begun, and to what is computed
-        again, which is by the live weights; not to those that are ``kept`` as they are.
+        again, which is by the live weights; not to those that are ``kept`` as they are, nor to the
+        others that are pinned: they were never with those weights.
         """
         if not adapters:
             return
         begun = {seq.seq_id for seq in self._scheduler.begun()}
-        again = []
+        moved = []
         for seq in self._scheduler.sequences():
             newest = None if seq.adapter is None else self._adapters.newest(seq.adapter.name)
             if seq.seq_id in kept:
                 continue
             if newest is None or newest.name not in adapters or newest == seq.adapter:
                 continue
-            if seq.seq_id not in begun or recompute:
+            if recompute or (seq.seq_id not in begun and seq.pin is None):
                 seq.adapter = newest
-                again.append(seq)
-        again = [seq for seq in again if seq.seq_id in begun]
-        self._scheduler.unpin(again)
-        self._scheduler.recompute(again)
+                moved.append(seq)
+        self._scheduler.unpin(moved)
+        self._scheduler.recompute([seq for seq in moved if seq.seq_id in begun])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adapted_models import adapted, shaken
-from shared_engines import standing_still
+from shared_engines import eventually, standing_still
 from tiny_models import write_tiny
 from trainer_processes import Job
 
@@ -70,6 +70,20 @@ def said(rollout: Rollout, adapter: str | None) -> Any:
     outputs = rollout.generate(PROMPTS, SamplingParams(adapter=adapter, **GREEDY))
     found = [output.outputs[0] for output in outputs]
     return [(one.token_ids, one.logprobs.raw, one.logprobs.processed) for one in found]
+
+
+def stamped(output: RequestOutput) -> tuple[str, int]:
+    """The adapter of a sample that one version computed, and that version."""
+    one = output.outputs[0]
+    [version] = {span.version for span in (*one.weight_versions, *one.kv_spans)}
+    return one.adapter, version
+
+
+def in_background(fn: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(fn()))
+    thread.start()
+    return thread, found
 
 
 def stamps(rollout: Rollout, adapter: str | None) -> tuple[str, set[int]]:
@@ -353,6 +367,53 @@ def test_pins_last_beside_a_commit_of_adapters_alone_which_waits_for_none(engine
         back = engine.update_weights(first, adapters={"math": shaken(first, 14)})
         assert back.details["pins"].endswith("s: all ended")
         old = back.version
+
+
+def test_a_pinned_base_is_never_with_an_adapter_that_is_newer(engine, base) -> None:
+    """Of a pinned group: what waits to begin, and what joins it after another adapter's commit."""
+    first, second = adapted(base, 17), adapted(base, 18)
+    with torch.no_grad():
+        for name, parameter in second.named_parameters():
+            if "lora_" not in name:
+                parameter.mul_(1.01)
+    old = engine.update_weights(first, adapters={"math": first}).version
+    was = said(engine, "math")
+    long = SamplingParams(
+        adapter="math", temperature=0, max_tokens=60, ignore_eos=True, group_id="g"
+    )
+    short = SamplingParams(adapter="math", group_id="g", **GREEDY)
+    other = SamplingParams(adapter="code", group_id="g", **GREEDY)
+    for pin_timeout in (30.0, 0.05):
+        running = paused(engine, long)
+        waiting, answer = in_background(lambda: engine.generate(PROMPTS, short))
+        eventually(lambda: engine.metrics().waiting == len(PROMPTS))
+        pinned = engine.update_weights(
+            second, adapters={"math": second}, in_flight="pin", pin_timeout=pin_timeout
+        )
+        if pin_timeout == 30.0:
+            engine.update_weights(adapters={"math": shaken(second, 19)})
+        else:
+            eventually(lambda: engine.metrics().pinned_version < 0)
+        code = engine.update_weights(adapters={"code": shaken(first, 20)}).version
+        joining, joined = in_background(lambda: engine.generate(PROMPTS, other))
+        eventually(lambda: engine.metrics().waiting == 2 * len(PROMPTS))
+        engine.resume_generation()
+        *_, _last = running
+        waiting.join(30)
+        joining.join(30)
+        begun_with, live = (f"math@{old}", old), (f"math@{pinned.version}", pinned.version)
+        assert {stamped(output) for output in answer[0]} == {
+            begun_with if pin_timeout == 30.0 else live
+        }
+        assert {stamped(output) for output in joined[0]} == {(f"code@{code}", code)}
+        if pin_timeout == 30.0:
+            assert [o.outputs[0].token_ids for o in answer[0]] == [one[0] for one in was]
+        alone = said(engine, "code")
+        for output, (tokens, raw, _) in zip(joined[0], alone, strict=True):
+            assert output.outputs[0].token_ids == tokens
+            torch.testing.assert_close(output.outputs[0].logprobs.raw, raw, rtol=0, atol=1e-5)
+        old = engine.update_weights(first, adapters={"math": shaken(first, 17)}).version
+        engine.unload_lora_adapter("code")
 
 
 def test_caches_of_the_base_outlive_an_adapters_commit(engine, base) -> None:
