@@ -284,11 +284,12 @@ class Sequence:
         self.block_table, self.more_tables, self.gone = [], [], []
         self.hashed_blocks = 0
         self.chain_hash = b""
-        if self.needs_scores:
+        # Where it has given no token by them, what is computed now counts, maybe by other weights.
+        anew = not self.output_len and self.status is not Status.FINISHED
+        if anew or self.needs_scores:
             self._begin_scores()
         self.hidden_part = None
-        if self.experts is not None and not self.output_len and self.status is not Status.FINISHED:
-            # It has given no token by them: those of what is computed now count, maybe by others.
+        if anew and self.experts is not None:
             self.experts = ExpertRows(self.experts.start)
 
     def __repr__(self) -> str:

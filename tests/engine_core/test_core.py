@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from engine_core.harness import PROMPT, Sink, Start, commit, held, request, run
 from engine_core.toy_model import VOCAB, ToyExecutor, chain, continuation, logprob_of, write_config
+from shared_engines import eventually
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
@@ -57,6 +58,31 @@ def test_prompt_logprobs_cover_the_prompt_across_chunks_and_despite_a_cached_pre
     expected = [{t: logprob_of(s)} for t, s in zip(PROMPT[1:], states, strict=False)]
     assert out.prompt_logprobs == [None, *expected]
     assert out.num_cached_tokens == 0
+
+
+def test_prompt_logprobs_are_of_the_weights_that_the_prompt_begins_again_with(
+    start: Start,
+) -> None:
+    toy = ToyExecutor()
+    core = start(toy, max_num_batched_tokens=len(PROMPT) - 1)
+    toy.gate.clear()  # the first step: all of the prompt but its last token
+    sink = Sink()
+    core.submit([request(max_tokens=2, prompt_logprobs=0)], sink, stream=False)
+    eventually(lambda: toy.begun == 1)
+
+    def boundary() -> None:
+        for future in core.call("commit", {"version": 1}):
+            future.result(5)
+        core.on_commit(1, "recompute")
+
+    committed = core.at_step_boundary(boundary)
+    toy.gate.set()
+    committed.result(10)
+    out = sink.results()["a"]
+    assert out.outputs[0].kv_spans == (VersionSpan(1, 0, len(PROMPT) + 1),)
+    states = chain(PROMPT, [toy.contents[1]] * len(PROMPT))
+    expected = [{t: logprob_of(s)} for t, s in zip(PROMPT[1:], states, strict=False)]
+    assert out.prompt_logprobs == [None, *expected]
 
 
 def test_a_stream_is_cumulative_and_ends_like_the_unstreamed_call(start: Start) -> None:
