@@ -29,8 +29,8 @@ from verl.workers.rollout.replica import (
 
 from rollout.api import AsyncRollout, Rollout
 from rollout.distributed.native_thread import on_this_stream
-from rollout.errors import ConfigError, InvalidRequest
-from rollout.generation import RequestOutput, SamplingParams
+from rollout.errors import ConfigError, EngineError, InvalidRequest
+from rollout.generation import NAN_LOGITS, RequestOutput, SamplingParams
 from rollout.generation.all_layers import of_all_layers
 from rollout.integrations.teacher_rows import teacher_rows
 from rollout.integrations.verl_checkpoint import NAME, drain, pulled, server_name
@@ -162,6 +162,8 @@ class Server:
 
     def _answer(self, output: RequestOutput, top: int) -> TokenOutput:
         [sample] = output.outputs
+        if sample.stop_reason == NAN_LOGITS:  # of "aborted" ones verl asks for the rest
+            raise EngineError("the sample ended early: its logits were not numbers; see the log")
         steps = [self._steps.get(span.version) for span in sample.weight_versions]
         known = [step for step in steps if step is not None]
         fields: dict[str, Any] = {

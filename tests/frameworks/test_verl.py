@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from clients.install import folder
 from frameworks.jobs import run
+from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from rollout import Rollout
@@ -64,6 +65,7 @@ def test_verls_agent_loop_gets_the_experts_of_every_layer_for_its_router_replay(
 ) -> None:
     """``enable_rollout_routing_replay``: rows of all tokens but the last, which verl adds."""
     write_tiny(tmp_path, "qwen3_moe", mlp_only_layers=[0])
+    spoil_token(tmp_path, 60)
     got = run("verl_experts_job.py", tmp_path, over=CLIENT)[-1]
     asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "return_routed_experts": True}
     with Rollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
@@ -73,6 +75,15 @@ def test_verls_agent_loop_gets_the_experts_of_every_layer_for_its_router_replay(
     whole = np.concatenate([dense, sample.routed_experts], axis=1).tolist()
     assert got["experts"] == whole
     assert got["aligned"] == [*whole, np.zeros_like(whole[0]).tolist()]
+    assert "logits were not numbers" in got["failed"]  # upon "aborted" verl would ask again
+
+
+def spoil_token(path: Path, token: int) -> None:
+    """A prompt with this token gives logits that are not numbers."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][token] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")

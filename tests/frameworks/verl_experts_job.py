@@ -1,4 +1,5 @@
-"""A mixture's answers with ``enable_rollout_routing_replay``, aligned by verl's own agent loop.
+"""A mixture's answers with ``enable_rollout_routing_replay``, aligned by verl's own agent loop; and
+what comes of a prompt whose logits are not numbers.
 
 python verl_experts_job.py MODEL
 """
@@ -10,10 +11,11 @@ import sys
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from rollout.errors import EngineError
 from rollout.integrations.verl import Server
 
 torch.set_num_threads(1)
-PROMPT = [5, 6, 7]
+PROMPT, SPOILT = [5, 6, 7], [60, 5]
 
 
 async def course():
@@ -24,6 +26,10 @@ async def course():
     try:
         asked = {"temperature": 0.0, "max_tokens": 8, "logprobs": True, "ignore_eos": True}
         output = await server.generate(PROMPT, asked, "a")
+        try:
+            failed = (await server.generate(SPOILT, asked, "b")).stop_reason
+        except EngineError as error:
+            failed = str(error)
     finally:
         await server.shutdown()
     told = AgentLoopOutput(
@@ -33,6 +39,7 @@ async def course():
     )  # fmt: skip
     return {
         "token_ids": output.token_ids,
+        "failed": failed,
         "experts": output.routed_experts.tolist(),
         "aligned": told.as_dict()["routed_experts"].tolist(),
     }
