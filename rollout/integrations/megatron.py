@@ -386,6 +386,13 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     while not hasattr(module, "decoder") and isinstance(
         inner := getattr(module, "module", None), nn.Module
     ):
+        if getattr(module, "remove_forward_pre_hook_handles", None):
+            raise ConfigError(
+                "Megatron's overlap_param_gather: what other data-parallel ranks have stepped "
+                "comes with the next forward, and is older until then; call each model chunk's "
+                "disable_forward_pre_hook(), which gathers it, on every rank before the update, "
+                "and enable_forward_pre_hook() after it"
+            )
         module = inner
     return module
 

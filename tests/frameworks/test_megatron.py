@@ -16,6 +16,7 @@ from clients.install import folder
 from frameworks.megatron_layouts import shard, tree
 from safetensors.torch import load_file
 from tiny_models import write_tiny
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_processes import Job
@@ -125,6 +126,20 @@ def test_what_fsdp_has_spread_is_refused_by_name(tmp_path: Path) -> None:
             MegatronSource(tree(whole), config=config, **ALONE)
     finally:
         dist.destroy_process_group()
+
+
+def test_parameters_that_come_with_the_next_forward_are_refused(tmp_path: Path) -> None:
+    """As Megatron's DDP has them under ``overlap_param_gather``: one rank's shard alone is new."""
+    config, weights = checkpoint(tmp_path, "qwen3")
+    model, wrapped = nn.Module(), nn.Module()
+    model.module = tree(shard(weights, config, **ALONE, etp=(0, 1), fused=True, vocabulary=336))
+    wrapped.module = model
+    handle = model.register_forward_pre_hook(lambda *_: None)
+    wrapped.remove_forward_pre_hook_handles = {model: handle}
+    with pytest.raises(ConfigError, match=r"overlap_param_gather.*disable_forward_pre_hook\(\)"):
+        MegatronSource(wrapped, config=config)
+    wrapped.remove_forward_pre_hook_handles.pop(model).remove()
+    assert dict(MegatronSource(wrapped, config=config)).keys() == weights.keys()
 
 
 @pytest.fixture(scope="module")
