@@ -64,12 +64,14 @@ def test_a_box_of_an_fp8_weight_is_that_box_of_the_whole_tensor_dequantised(tmp_
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e8m0fnu], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (6, 1)])
-def test_scales_of_whole_tensors_and_of_rows_are_read(tmp_path, shape, kind):
+@pytest.mark.parametrize("said", [{"quant_method": "fp8", "weight_block_size": None}, None])
+def test_scales_of_whole_tensors_and_of_rows_are_read(tmp_path, shape, kind, said):
+    """Also where the config says nothing of them, as of a trainer's own files."""
     codes = torch.linspace(-3, 3, 24).view(6, 4).to(torch.float8_e4m3fn)
     scale = torch.rand(shape).to(kind)
     inputs = NAME.replace(".weight", ".activation_scale")
     tensors = {NAME: codes, f"{NAME}_scale": scale, inputs: torch.ones(())}
-    write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": None})
+    write(tmp_path, tensors, said)
     with open_checkpoint(str(tmp_path)) as checkpoint:
         ((name, lazy),) = checkpoint.items()
         box = Box((1, 1), (4, 3))

@@ -45,15 +45,16 @@ class ScaledFiles:
     are gone.
 
     Scales are [ceil(n / rows), ceil(k / columns)] of the blocks that the ``config.json`` in
-    ``directory`` says; where it has none, one of the tensor, or [n, 1]. Values of
-    a box are the float32 products that all of the tensor would have, and only the scales of blocks
-    that it cuts are read. Other tensors are passed on. Raises ``ConfigError`` naming a weight whose
-    scales are missing or of another shape.
+    ``directory`` says; where it has none, one of the tensor, or [n, 1]; any of these, blocks being
+    of 128 x 128, where no ``quantization_config`` says anything. Values of a box are the float32
+    products that all of the tensor would have, and only the scales of blocks that it cuts are read.
+    Other tensors are passed on. Raises ``ConfigError`` naming a weight whose scales are missing or
+    of another shape.
     """
 
     def __init__(self, files: Files, directory: Path) -> None:
         self._files = files
-        self._block = _block_size(directory / "config.json")
+        self._blocks = _block_sizes(directory / "config.json")
         held = files.metadata()
         self._scales = {n: self._scale_of(n, m, held) for n, m in held.items() if _has_codes(m)}
         left_out = {scales for scales, _ in self._scales.values()}
@@ -116,16 +117,18 @@ class ScaledFiles:
             found = held.get(name + end)
             if found is None:
                 continue
-            grid = scale_grid(meta.shape, found.shape, self._block)
+            grids = (scale_grid(meta.shape, found.shape, block) for block in self._blocks)
+            grid = next((one for one in grids if one is not None), None)
             if found.dtype not in SCALE_DTYPES or grid is None:
                 break
             return found.name, grid
         else:
             found = None
         wanted = "one scale, or one a row"
-        if self._block is not None:
-            shape = tuple(-(-n // b) for n, b in zip(meta.shape, self._block, strict=False))
-            wanted = f"floats of shape {shape}, one a block of {list(self._block)}"
+        block = self._blocks[-1]
+        if block is not None:
+            shape = tuple(-(-n // b) for n, b in zip(meta.shape, block, strict=False))
+            wanted = f"floats of shape {shape}, one a block of {list(block)}"
         got = "there is none" if found is None else f"{found.name} is {found.dtype} {found.shape}"
         kind = "float8" if meta.dtype == torch.float8_e4m3fn else "int8"
         raise ConfigError(
@@ -143,19 +146,19 @@ def _has_codes(meta: TensorMeta) -> bool:
     return meta.dtype in CODES and meta.name.endswith(WEIGHT)
 
 
-def _block_size(config: Path) -> Block | None:
-    """What a ``config.json`` says; None where scales are for whole tensors."""
+def _block_sizes(config: Path) -> tuple[Block | None, ...]:
+    """What a ``config.json`` says, or all that may be; None: scales are for rows or tensors."""
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return BLOCK
+        return None, BLOCK
     except (OSError, ValueError) as error:
         raise ConfigError(f"{config} cannot be read as JSON: {error}") from error
     packed = values.get("quantization_config") if isinstance(values, Mapping) else None
     if not isinstance(packed, Mapping):
-        return BLOCK
+        return None, BLOCK
     refuse_turned(packed, str(config))
-    return block_size(packed, str(config))
+    return (block_size(packed, str(config)),)
 
 
 def scheme_name(packed: Mapping[str, object] | None, file: str) -> str:
