@@ -180,7 +180,11 @@ def of_each(problems: Sequence[str]) -> list[str]:
 
 
 SHUT_DOWN = "this Rollout was shut down; make a new one"  # an ``EngineClosed``
-FORKED = (  # another
+NOT_COPIED = (  # a ``TypeError``, which is what pickling raises
+    "a rollout is of its process, and is neither pickled nor copied: pass its address on, and make "
+    "another there with connect(address)"
+)
+FORKED = (  # an ``EngineClosed``
     "this process was forked from the one that made this Rollout, which goes on there; connect to "
     "its address (Rollout.connect) from a process that was spawned: gRPC does not survive a fork"
 )

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import update_wrapper
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 from rollout.api.arguments import as_texts
 from rollout.api.backend import Backend
@@ -19,7 +19,7 @@ from rollout.api.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
-from rollout.errors import FORKED, SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
+from rollout.errors import FORKED, NOT_COPIED, SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
 from rollout.generation.metrics import EngineStats
 from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
@@ -287,6 +287,9 @@ class AsyncRollout(GenerationVerbs):
             await server.stop()
         await self.backend.disconnect()
         self.threads.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_COPIED)
 
     def __repr__(self) -> str:
         return self._described(type(self).__name__)

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import update_wrapper
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 from rollout.api.arguments import OneParams
 from rollout.api.async_rollout import AsyncRollout
@@ -17,7 +17,7 @@ from rollout.api.ranks import MEET_TIMEOUT, ColocatedRollout
 from rollout.api.session import Session
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
-from rollout.errors import SHUT_DOWN, EngineClosed, InvalidRequest
+from rollout.errors import NOT_COPIED, SHUT_DOWN, EngineClosed, InvalidRequest
 from rollout.generation import AnyPrompt, RequestOutput
 from rollout.rpc.tls import ClientTls
 from rollout.wire.spellings import VERBS, explains_arguments
@@ -205,6 +205,9 @@ class Rollout:
         """
         self._end()
         atexit.unregister(self._end)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_COPIED)
 
     def __repr__(self) -> str:
         made = vars(self).get("_async")  # not there where making it has failed

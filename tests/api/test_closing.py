@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +66,15 @@ def test_a_client_that_was_shut_down_changes_no_weights(engine: Rollout) -> None
         with pytest.raises(EngineClosed, match="this Rollout was shut down; make a new one"):
             verb()
     assert engine.weight_version == live
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_what_is_sent_to_another_process_is_its_address(engine: Rollout, copied: Any) -> None:
+    with Rollout.connect(engine.address) as client:
+        for one in (engine, engine._async, client, client._async):
+            with pytest.raises(TypeError, match="pass its address on, and make another there"):
+                copied(one)
+    assert engine.generate([1, 2], {"max_tokens": 1})
 
 
 FORKS = """
