@@ -362,7 +362,8 @@ class Fleet(Directory):
         self, links: Iterable[Link], fn: Callable[[Link], Any], update_id: str, timeout: float
     ) -> dict[str, Any]:
         """``fn`` of all at once: what it returned, or the error it raised, by name. Who has left
-        the update is waited for no more, nor who is much later than half of them and a quorum.
+        the update is waited for no more, nor who is much later than half of them and a quorum; and
+        nobody once it is over.
         """
         parts = {link.name: self._updating.submit(fn, link) for link in links}
         enough = max(self.quorum, len(parts) // 2)
@@ -397,10 +398,12 @@ class Fleet(Directory):
 
     # ---- helpers ----
 
-    def _given_up(self, update_id: str, names: frozenset[str]) -> dict[str, str]:
-        """Of those members the ones that have no part in the update any more, and why."""
+    def _given_up(self, update_id: str, names: frozenset[str]) -> dict[str, str] | None:
+        """Of those members the ones that have no part in the update any more, and why; None where
+        it is over.
+        """
         if (outcome := self._ended.get(update_id)) is None or outcome.done():
-            return dict.fromkeys(names, "the update is over")
+            return None
         with self._changed:
             update = self._state.update
             return {} if update is None else {n: w for n, w in update.lost.items() if n in names}

@@ -14,14 +14,15 @@ LOOK = 0.1  # seconds between looks at who is given up
 
 def results(
     parts: Mapping[str, Future[Any]],
-    given_up: Callable[[], Mapping[str, str]],
+    given_up: Callable[[], Mapping[str, str] | None],
     enough: int,
     patience: float,
 ) -> dict[str, Any]:
     """What each returned, or the error it raised, by name.
 
-    ``given_up``: who is waited for no more, and why. Once ``enough`` have succeeded the others have
-    ``patience`` seconds more, or as long as that has taken, where that is longer.
+    ``given_up``: who is waited for no more, and why; None once nobody is. Once ``enough`` have
+    succeeded the others have ``patience`` seconds more, or as long as that has taken, where that
+    is longer.
     """
     began, limit = time.monotonic(), float("inf")
     found: dict[str, Any] = {}
@@ -34,7 +35,8 @@ def results(
         now, good = time.monotonic(), sum(not isinstance(r, Exception) for r in found.values())
         if good >= enough:
             limit = min(limit, late_at(began, now, patience))
-        whys = given_up()
+        if (whys := given_up()) is None:
+            break
         for name in list(left):
             if now >= limit:
                 whys = {name: f"it is {now - began:.3g} s behind, longer than the others took"}

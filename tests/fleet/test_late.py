@@ -43,6 +43,10 @@ def test_who_is_given_up_is_waited_for_no_more(hung):
     assert "it is gone" in str(found["hung"])
 
 
+def test_nobody_is_waited_for_once_it_is_over(hung):
+    assert "hung" not in results(hung(), lambda: None, 1, 60.0)
+
+
 def test_errors_of_others_are_no_reason_to_hurry():
     def slow():
         time.sleep(0.5)

@@ -17,7 +17,7 @@ from serving import alive, descendants, serve
 from shared_engines import eventually, standing_still
 
 from rollout import Rollout, SamplingParams
-from rollout.errors import RolloutError
+from rollout.errors import RolloutError, TransferFailed
 from rollout.rpc.http_port import GRPC_PORT
 
 pytestmark = pytest.mark.more
@@ -124,6 +124,13 @@ def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_
                 two.process.send_signal(signal.SIGCONT)
             wait_serving(front.http, 2)
             assert client.update_weights(trained).version >= 2
+            why = r"aborted: 1 of 2 votes needed: member .* not heard of .* version \d+ serves on"
+            try:
+                with pytest.raises(TransferFailed, match=why):
+                    client.update_weights(stopping(two.process, trained.state_dict()), timeout=60)
+            finally:
+                two.process.send_signal(signal.SIGCONT)
+            wait_serving(front.http, 2)
             with serve(checkpoint, *FLAGS) as three:
                 members(front.http, "POST", {"address": three.grpc, "name": "third"})
                 wait_serving(front.http, 3)

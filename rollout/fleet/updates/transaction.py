@@ -107,8 +107,7 @@ class Transaction:
             del self.links[name]
             self._let_go(name)
             self._fleet.lost(self.update_id, name, str(error))
-        if failed:
-            self.check()
+        self.check()
 
     def commit(self, transport: str, **details: Any) -> UpdateReceipt:
         """Once all that are left have voted: the receipt, which names every member, and says
@@ -156,13 +155,13 @@ class Transaction:
         self._over = True
         first = next(iter(self._errors.values()), None)
         error: BaseException
+        serves = f"; the fleet's version {self._fleet.version} serves on"
         if first is None:
-            error = TransferFailed(f"the update of the fleet was aborted: {ended.reason}")
+            error = TransferFailed(f"the update of the fleet was aborted: {ended.reason}{serves}")
         elif isinstance(first, RolloutError):
             # That a member is gone does not mean that the fleet is closed.
             kind = TransferFailed if isinstance(first, LOST) else type(first)
             told = said({**ended.lost, **self._errors})
-            serves = f"; the fleet's version {self._fleet.version} serves on"
             error = kind(told + serves if kind is TransferFailed else told)
         else:
             error = first
