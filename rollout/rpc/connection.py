@@ -13,6 +13,7 @@ import grpc
 
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError, EngineClosed, RequestAborted
+from rollout.rpc.forks import FORKS
 from rollout.rpc.status import CHANNEL_OPTIONS, error_from_rpc, is_typed
 from rollout.rpc.tls import ClientTls
 from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks
@@ -117,6 +118,7 @@ class Connection:
         aio, self._aio = self._aio, None
         if aio is not None and aio[0] is asyncio.get_running_loop():
             await aio[1].close()
+            FORKS.open.discard(aio[1])
 
     def was_closed(self, channel: grpc.Channel) -> bool:
         """Whether this process has closed it, by ``close_sync``, which ends its calls."""
@@ -132,9 +134,14 @@ class Connection:
             channel, self._sync = self._sync, None
         if channel is not None:
             uninterrupted(channel.close)
+            FORKS.open.discard(channel)
 
     def _connected(self, library: Any) -> Any:
         """A channel of ``grpc`` or ``grpc.aio``."""
+        FORKS.check()
         if self._credentials is None:
-            return library.insecure_channel(self.address, options=self._options)
-        return library.secure_channel(self.address, self._credentials, options=self._options)
+            channel = library.insecure_channel(self.address, options=self._options)
+        else:
+            channel = library.secure_channel(self.address, self._credentials, options=self._options)
+        FORKS.open.add(channel)
+        return channel

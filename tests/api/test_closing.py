@@ -124,6 +124,44 @@ def test_a_forked_process_ends_nothing_of_its_parents_engine(bare_checkpoint: st
     assert ended.stdout.split() == [*"00007707", "tokens", "3", "version", "1"]
 
 
+CONNECTS = """
+import os, signal, sys, warnings
+from rollout import EngineClosed, Rollout
+
+warnings.simplefilter("ignore", DeprecationWarning)
+
+def child():
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(30)
+        try:
+            with Rollout.connect(sys.argv[1], timeout=20) as r:
+                r.weight_info()
+                print(r.weight_version, flush=True)
+        except EngineClosed as error:
+            print("spawn" if "spawn it, or fork it before" in str(error) else error, flush=True)
+        os._exit(0)
+    assert not os.waitpid(pid, 0)[1]
+
+child()
+with Rollout.connect(sys.argv[1]) as r:
+    r.weight_info()
+    child()
+child()
+"""
+
+
+def test_a_process_forked_from_one_that_is_connected_is_told_to_be_spawned(
+    bare_checkpoint: str,
+) -> None:
+    with Rollout(bare_checkpoint, **ENGINE) as served:
+        command = [sys.executable, "-c", CONNECTS, served.address]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=270)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["0", "spawn", "0"]
+
+
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "grpc_stream"])
 def test_an_update_whose_client_is_shut_down_meanwhile_ends_at_once_and_says_so(
     engine: Rollout, transport: str, eventually

@@ -15,6 +15,7 @@ from rollout.errors import ConfigError
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.address import is_loopback
 from rollout.rpc.chunks import command_from_wire
+from rollout.rpc.forks import FORKS
 from rollout.rpc.services import SERVICES, add_service
 from rollout.rpc.status import CHUNK, MAX_BODY, SERVER_OPTIONS
 from rollout.rpc.tls import ServerTls
@@ -55,6 +56,7 @@ class GrpcServer:
         await asyncio.wait([stopping], timeout=grace / 2)
         self._weights.shut_down()
         await stopping
+        FORKS.open.discard(self._server)
         self._weights.close()
 
 
@@ -79,6 +81,7 @@ async def serve(
     tokens = Tokens(generation=token, control=control_token)
     tokens.check_host(host, tls=tls is not None, insecure=insecure)
     largest = max(max_body_bytes, 2 * CHUNK)  # a message of weights is a chunk
+    FORKS.check()
     server = grpc.aio.server(
         interceptors=[TokenInterceptor(tokens), ProtocolInterceptor(), MessageInterceptor()],
         options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", largest)),
@@ -96,6 +99,7 @@ async def serve(
     if tls is None and not is_loopback(host):
         log.warning("tokens, prompts and weights cross the network in clear on %s: no TLS", host)
     await server.start()
+    FORKS.open.add(server)
     if (served := rollout.backend.served) is not None:
         served.counters.is_served = True
     return GrpcServer(server, health, weights, host, bound)
