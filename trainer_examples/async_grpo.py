@@ -31,7 +31,7 @@ from answering import evaluate
 from display import Display
 from driver import LARGEST_DIFFERENCE, make_output, parse_arguments, prepare
 from grpo import Batch, Sample, clipped_loss, make_batch, scheduled_lr, token_logprobs
-from processes import DemoError, rollout_service
+from processes import DemoError, end_in_order, rollout_service
 from sampler import Sampler
 from torch import Tensor, float32, full, no_grad, ones, set_num_threads, tensor
 from torch.nn.utils import clip_grad_norm_
@@ -178,6 +178,7 @@ def main() -> int:
     args = parse_arguments(__doc__ or "", defaults, FLAGS)
     if args.address and args.start is None:
         sys.exit("--address needs --start, the checkpoint that the service was started from")
+    end_in_order()
     start = time.perf_counter()
     make_output(args.output)
     with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:

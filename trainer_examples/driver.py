@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from addition_task import make_model, save_checkpoint, warm_up
 from display import Display, draw
-from processes import DemoError, last_words, python_child, rollout_service
+from processes import DemoError, end_in_order, last_words, python_child, rollout_service
 from transformers.utils.logging import disable_progress_bar
 
 LARGEST_DIFFERENCE = 1e-4
@@ -48,7 +47,7 @@ def drive(script: Path, about: str, goal: float = 0.8, gain: float = 2.0, **defa
     ``goal`` and ``gain``: what the last reward has to exceed, and how many times the first.
     """
     args = parse_arguments(about, defaults)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children are ended, too
+    end_in_order()
     start = time.perf_counter()
     make_output(args.output)
     with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:

@@ -24,7 +24,14 @@ from pathlib import Path
 from addition_task import answer_batch, make_model, problems, save_checkpoint
 from answering import evaluate
 from driver import Help, make_output
-from processes import DemoError, end_with_parent, last_words, python_child, rollout_service
+from processes import (
+    DemoError,
+    end_in_order,
+    end_with_parent,
+    last_words,
+    python_child,
+    rollout_service,
+)
 from torch import set_num_threads
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -40,6 +47,7 @@ def main() -> int:
         train(**json.loads(sys.argv[1]))
         return 0
     args = parse_arguments()
+    end_in_order()
     start = time.perf_counter()
     make_output(args.output)
     with tempfile.TemporaryDirectory() as scratch:

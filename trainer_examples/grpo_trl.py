@@ -45,7 +45,7 @@ from addition_task import (
 from addition_task import reward as reward_of
 from datasets import Dataset
 from driver import TOO_FEW_SAMPLES
-from processes import DemoError, rollout_service
+from processes import DemoError, end_in_order, rollout_service
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout import Rollout, SamplingParams
@@ -91,6 +91,7 @@ def correct(completion_ids: list[list[int]], a: list[int], b: list[int], **_: An
 
 def main() -> int:
     args = parse_arguments()
+    end_in_order()
     torch.set_num_threads(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as scratch:
         try:

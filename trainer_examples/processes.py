@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -39,6 +40,11 @@ def python_child(script: Path, log: Path, *arguments: str) -> Iterator[subproces
         _child([sys.executable, str(script), *arguments], errors) as process,
     ):
         yield process
+
+
+def end_in_order() -> None:
+    """SIGTERM then ends this process as Ctrl-C does: with its children and its scratch folder."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def end_with_parent() -> None:

@@ -52,6 +52,32 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
     return summary
 
 
+def test_an_example_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
+    scratch, start = tmp_path / "scratch", tmp_path / "start"
+    scratch.mkdir()
+    save_checkpoint(make_model(layers=1), start)
+    small = ("--prompts", "8", "--samples", "2", "--minibatches", "1", "--steps", "10000")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, str(EXAMPLES / "async_grpo.py"), *small),
+            *("--start", str(start), "--output", str(tmp_path / "output")),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
+    )
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("step 1 ") for line in process.stdout)
+        assert any(scratch.glob("tmp*"))
+        process.terminate()
+        assert process.wait(60) == 143
+    finally:
+        process.kill()
+        process.communicate()
+    assert not any(scratch.glob("tmp*"))
+
+
 def check_difference(summary: dict[str, Any]) -> None:
     """Of trainer and rollout, in any sampled token's logprob: rounding, or with one's ops none."""
     largest = summary["max_logprob_diff"]
