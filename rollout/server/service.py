@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -119,7 +120,7 @@ def _app(
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
-    """A listening TCP socket; ``ConfigError`` says which address is taken."""
+    """A listening TCP socket; ``ConfigError`` says which address is taken, or none of ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -128,9 +129,11 @@ def listen(host: str, port: int, what: str) -> socket.socket:
         sock.listen(1024)
     except (OSError, OverflowError) as error:
         sock.close()
+        remedy = "choose another port, or 0 for a free one"
+        if isinstance(error, socket.gaierror) or error.args[:1] == (errno.EADDRNOTAVAIL,):
+            remedy = "give an address of this machine"
         raise ConfigError(
-            f"cannot listen on {host_port(host, port)} for {what}: {error}; choose another port, "
-            "or 0 for a free one"
+            f"cannot listen on {host_port(host, port)} for {what}: {error}; {remedy}"
         ) from error
     return sock
 

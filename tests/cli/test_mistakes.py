@@ -328,6 +328,14 @@ def test_weights_of_another_shape_are_a_mismatch(run: Run, tiny: Path, tmp_path:
     )
 
 
+@pytest.mark.parametrize("host", ["nobody.invalid", "192.0.2.1"])
+def test_a_host_that_is_none_of_this_machines_is_not_taken_for_a_busy_port(
+    run: Run, tiny: Path, host: str
+) -> None:
+    command = ("serve", tiny, *CPU, "--host", host, "--token", "t", "--insecure", "--port", 0)
+    refused(run(*command), f"cannot listen on {host}:0 for HTTP", "give an address of this machine")
+
+
 def test_a_busy_port_is_refused_before_the_model_is_read(run: Run, tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
