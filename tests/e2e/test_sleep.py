@@ -224,6 +224,16 @@ def test_an_update_whose_shadow_a_sleep_drops_as_it_is_begun_says_so(models, mon
         assert rollout.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == greedy[2]
 
 
+def test_a_part_of_the_weights_that_a_sleep_has_dropped_is_refused_with_that_reason(models) -> None:
+    path, sets, _ = models
+    with start(path, 1) as rollout:
+        rollout.sleep(2)
+        part = [next(iter(dict(sets[1]).items()))]
+        with pytest.raises(EngineBroken, match=r"only a full update .* sleep\(level=2\) dropped"):
+            rollout.update_weights(part, partial=True)
+        rollout.update_weights(sets[1])
+
+
 def test_an_update_in_place_whose_weights_a_sleep_drops_as_it_is_begun_says_so(
     models, monkeypatch
 ) -> None:

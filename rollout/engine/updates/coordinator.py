@@ -347,7 +347,9 @@ class Coordinator:
             request.partial or request.encoding == "delta" or others
         ):
             every = f" of {' and '.join(self.served.components)}" if others else ""
-            raise EngineBroken(f"live weights are not one version: send a full update{every}")
+            raise EngineBroken(
+                f"only a full update{every} is taken until one commits: {self.engine.broken}"
+            )
         return version
 
     def merged_after(self, request: UpdateRequest) -> tuple[str, ...]:
