@@ -24,12 +24,12 @@ from torch import Tensor
 
 from rollout import kernels
 from rollout.distributed import Rendezvous, RendezvousServer, TensorParallel, join_group
-from rollout.engine.kv_cache import KVCache, KVShape
+from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import CapturePool, capture
+from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances

@@ -32,8 +32,8 @@ from torch import Tensor
 
 import rollout.engine.loop as loop_module
 from rollout.config import EngineConfig
-from rollout.engine.batch import decode_batch
 from rollout.engine.core import EngineCore
+from rollout.engine.steps.batch import decode_batch
 from rollout.generation import Request, SamplingParams
 from rollout.wire.frames import Reply
 

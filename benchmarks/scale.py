@@ -23,10 +23,10 @@ from typing import Any
 
 from stepping import Decoding, running
 
-from rollout.engine.batch import encode_batch
-from rollout.engine.block_manager import BlockManager
-from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequence import Sequence
+from rollout.engine.scheduling.block_manager import BlockManager
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.sequences.sequence import Sequence
+from rollout.engine.steps.batch import encode_batch
 from rollout.generation import SamplingParams
 
 BUSY = 0.25  # seconds of one turn, at least a step

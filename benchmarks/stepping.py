@@ -12,11 +12,11 @@ from unittest.mock import patch
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.engine.batch import encode_batch
 from rollout.engine.executors import multiprocess
 from rollout.engine.executors.multiprocess import MultiprocessExecutor
-from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
-from rollout.engine.sequence import Sequence as Sample
+from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry
+from rollout.engine.sequences.sequence import Sequence as Sample
+from rollout.engine.steps.batch import encode_batch
 from rollout.generation import SamplingParams
 from rollout.wire.frames import Reply
 

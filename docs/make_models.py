@@ -170,8 +170,8 @@ def memory() -> Iterable[str]:
     import torch
     import transformers
 
-    from rollout.engine.kv_cache import KVShape
-    from rollout.engine.state_cache import StateShape
+    from rollout.engine.worker.kv_cache import KVShape
+    from rollout.engine.worker.state_cache import StateShape
     from rollout.models.config.model import ModelConfig
 
     for name, sizes in SIZES.items():
@@ -235,7 +235,7 @@ def windows() -> Iterable[str]:
     import torch
     import transformers
 
-    from rollout.engine.kv_cache import KVShape
+    from rollout.engine.worker.kv_cache import KVShape
     from rollout.models.config.model import ModelConfig
     from rollout.models.decoder.kv_groups import blocks_of_sequence
 

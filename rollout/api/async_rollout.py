@@ -15,7 +15,7 @@ from rollout.api.backend import Backend
 from rollout.api.call_names import CallNames
 from rollout.api.generation_verbs import GenerationVerbs
 from rollout.api.read_floor import ReadFloor
-from rollout.api.session_store import Sessions
+from rollout.api.sessions.session_store import Sessions
 from rollout.api.verb_threads import VerbThreads
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem

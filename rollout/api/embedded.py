@@ -20,7 +20,7 @@ from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.facts import layer_settings
-from rollout.engine.recent_beginnings import RecentBeginnings
+from rollout.engine.requests.recent_beginnings import RecentBeginnings
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease

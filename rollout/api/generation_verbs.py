@@ -28,7 +28,7 @@ from rollout.api.backend import Backend, Outputs
 from rollout.api.call_names import CallNames
 from rollout.api.image_inputs import has_images, portable, with_images
 from rollout.api.read_floor import ReadFloor
-from rollout.api.session import AsyncSession
+from rollout.api.sessions.session import AsyncSession
 from rollout.errors import InvalidRequest
 from rollout.generation import (
     AnyPrompt,

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from rollout.distributed.wakeup import Wakeup
-from rollout.engine.request_state import Snapshot
+from rollout.engine.requests.request_state import Snapshot
 
 
 class Mailbox:

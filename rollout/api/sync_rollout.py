@@ -12,9 +12,9 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 from rollout.api.arguments import OneParams
 from rollout.api.async_rollout import AsyncRollout
+from rollout.api.colocated.ranks import MEET_TIMEOUT, ColocatedRollout
 from rollout.api.loop_thread import LoopThread
-from rollout.api.ranks import MEET_TIMEOUT, ColocatedRollout
-from rollout.api.session import Session
+from rollout.api.sessions.session import Session
 from rollout.api.weight_verbs import WeightVerbs
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import NOT_COPIED, SHUT_DOWN, EngineClosed, InvalidRequest

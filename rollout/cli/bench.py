@@ -121,7 +121,7 @@ class _Rounds:
 
     def run(self) -> tuple[int, float]:
         """Tokens made, and seconds from handing in all prompts to the last one's end."""
-        from rollout.engine.request_state import Snapshot
+        from rollout.engine.requests.request_state import Snapshot
 
         args = self._args
         ids = self._core.model_config.text_ids

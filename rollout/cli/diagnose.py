@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Status 0 where nothing differs beyond rounding, else 1."""
     if args.model is None:
         raise ConfigError("diagnose needs the trainer's weights: --model CHECKPOINT")
-    from rollout.api.diagnosis import diagnose
+    from rollout.api.diagnosing.diagnosis import diagnose
     from rollout.generation import SamplingParams
 
     params = SamplingParams(

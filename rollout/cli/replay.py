@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     directory = Path(args.journal).expanduser()
     if args.request_id is None:
         return _list(directory, args.list)
-    from rollout.api.replay import replay
+    from rollout.api.diagnosing.replay import replay
 
     given = {} if args.device is None else {"device": args.device}
     given |= {} if args.adapter is None else {"adapter": args.adapter}
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def _list(directory: Path, count: int) -> int:
     from collections import deque
 
-    from rollout.engine.journal import read_journal
+    from rollout.engine.requests.journal import read_journal
 
     newest = deque(read_journal(directory), maxlen=max(count, 1))
     rows = [

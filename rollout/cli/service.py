@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from rollout.api.backend import Backend
     from rollout.config import EngineConfig
     from rollout.errors import WorkerDied
-    from rollout.server.http.answer_defaults import AnswerDefaults
     from rollout.server.http.open_routes import OpenRoutes
+    from rollout.server.http.openai.answer_defaults import AnswerDefaults
     from rollout.server.service import Listening
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def _open_routes(args: argparse.Namespace) -> OpenRoutes | None:
 
 
 def _answers(args: argparse.Namespace) -> AnswerDefaults:
-    from rollout.server.http.answer_defaults import AnswerDefaults
+    from rollout.server.http.openai.answer_defaults import AnswerDefaults
 
     return AnswerDefaults(
         logprobs_mode=args.logprobs_mode,

@@ -10,9 +10,9 @@ from rollout.config import check_timeout
 from rollout.engine.deadline_future import DeadlineFuture
 from rollout.engine.executors import gather_replies
 from rollout.engine.loop import StepLoop
-from rollout.engine.output import OutputProcessor
 from rollout.engine.pins import Pins
-from rollout.engine.scheduler import Scheduler
+from rollout.engine.requests.output import OutputProcessor
+from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.errors import EngineBroken, InvalidRequest, RolloutError
 from rollout.wire.frames import Reply
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import choose_device
-from rollout.engine.adapter_places import AdapterPlaces, Move
-from rollout.engine.adapter_table import AdapterTable
-from rollout.engine.call_admission import CallAdmission
+from rollout.engine.adapters.places import AdapterPlaces, Move
+from rollout.engine.adapters.table import AdapterTable
 from rollout.engine.control import ASLEEP, Control
 from rollout.engine.executors import (
     Executor,
@@ -26,11 +25,8 @@ from rollout.engine.executors import (
     replies_by_now,
 )
 from rollout.engine.facts import engine_facts
-from rollout.engine.grouped_blocks import make_block_manager
 from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.images.processor import ImageLimits, ImageProcessor
-from rollout.engine.input_processor import InputProcessor
-from rollout.engine.journal import Journal
 from rollout.engine.loaded_model import LoadedModel
 from rollout.engine.loop import StepLoop
 from rollout.engine.memory_plan import (
@@ -42,14 +38,18 @@ from rollout.engine.memory_plan import (
     served_length,
     size_kv,
 )
-from rollout.engine.output import OutputProcessor
 from rollout.engine.pause_state import PAUSED
 from rollout.engine.pins import Pins, PinTerms
-from rollout.engine.request_state import RequestState, Sink
+from rollout.engine.requests.call_admission import CallAdmission
+from rollout.engine.requests.input_processor import InputProcessor
+from rollout.engine.requests.journal import Journal
+from rollout.engine.requests.output import OutputProcessor
+from rollout.engine.requests.request_state import RequestState, Sink
 from rollout.engine.resolved_model import ResolvedModel
-from rollout.engine.scheduler import Scheduler
+from rollout.engine.scheduling.grouped_blocks import make_block_manager
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.serving_lease import LEAVING, ServingLease
-from rollout.engine.state_slots import StateSlots
 from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.version_switch import VersionSwitch

@@ -21,19 +21,19 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from rollout.distributed.native_thread import NativeThread
-from rollout.engine.adapter_places import AdapterPlaces
-from rollout.engine.batch import encode_batch
-from rollout.engine.batch_encoder import BatchEncoder
+from rollout.engine.adapters.places import AdapterPlaces
 from rollout.engine.deadline_future import DeadlineFuture
 from rollout.engine.executors import Executor, settled
 from rollout.engine.images.encoder_cache import EncoderCache
-from rollout.engine.output import OutputProcessor
 from rollout.engine.pause_state import PAUSED, PauseState
 from rollout.engine.pins import Pins
-from rollout.engine.sampling.output import SamplerOutput
-from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequence import ScheduledBatch, Status
+from rollout.engine.requests.output import OutputProcessor
+from rollout.engine.sampler_output import SamplerOutput
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.sequences.sequence import ScheduledBatch, Status
 from rollout.engine.serving_lease import ServingLease
+from rollout.engine.steps.batch import encode_batch
+from rollout.engine.steps.batch_encoder import BatchEncoder
 from rollout.engine.structured.grammars import Grammars
 from rollout.errors import (
     EngineBroken,

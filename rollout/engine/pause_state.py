@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout.engine.scheduler import Scheduler
+from rollout.engine.scheduling.scheduler import Scheduler
 
 PAUSED = "generation is paused until resume_generation() (over HTTP /resume)"
 

@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from rollout.engine.output import OutputProcessor
-from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequence import Sequence
+from rollout.engine.requests.output import OutputProcessor
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.sequences.sequence import Sequence
 from rollout.generation.metrics import EngineCounters
 
 

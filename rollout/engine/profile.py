@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.sequence import ScheduledBatch
+from rollout.engine.sequences.sequence import ScheduledBatch
 from rollout.engine.tokenizer import Detokenizer
 from rollout.engine.worker.profile import DECODE, PREFILL, Spans
 

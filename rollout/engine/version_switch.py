@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from rollout.engine.adapter_table import AdapterTable
-from rollout.engine.output import OutputProcessor
+from rollout.engine.adapters.table import AdapterTable
 from rollout.engine.pins import Pins, PinTerms
-from rollout.engine.request_state import RequestState
-from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequence import Sequence, Status
+from rollout.engine.requests.output import OutputProcessor
+from rollout.engine.requests.request_state import RequestState
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.sequences.sequence import Sequence, Status
 
 
 class VersionSwitch:

@@ -11,13 +11,13 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel, check_dtype, choose_device
-from rollout.engine.kv_cache import KVShape
 from rollout.engine.memory import available_bytes, total_bytes
 from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, size_kv
 from rollout.engine.resolved_model import ResolvedModel
-from rollout.engine.state_cache import StateShape
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
+from rollout.engine.worker.kv_cache import KVShape
+from rollout.engine.worker.state_cache import StateShape
 from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.native import library, native_status
 from rollout.loader import open_location

@@ -22,11 +22,11 @@ from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted
-from rollout.server.http.answer_defaults import AnswerDefaults
-from rollout.server.http.answers import TokenText, token_id_text
 from rollout.server.http.app import build_app
 from rollout.server.http.bounded_head import BoundedHead
 from rollout.server.http.open_routes import OpenRoutes
+from rollout.server.http.openai.answer_defaults import AnswerDefaults
+from rollout.server.http.openai.answers import TokenText, token_id_text
 from rollout.server.http.responses import tokenizer_of
 from rollout.server.http.root_path import RootPath, check_root_path
 

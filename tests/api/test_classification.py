@@ -7,7 +7,7 @@ from api.conftest import ENGINE
 from tiny_models import write_tiny
 
 from rollout import ConfigError, InvalidRequest, Rollout, SamplingParams, WeightMismatch
-from rollout.api.diagnosis import diagnose
+from rollout.api.diagnosing.diagnosis import diagnose
 from rollout.generation import Labels
 
 ODD = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}

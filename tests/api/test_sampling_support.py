@@ -15,7 +15,7 @@ from rollout import Completion, RequestOutput, Rollout, SamplingParams
 from rollout.engine.sampling.fused_sampler import FusedSampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import Sampler
-from rollout.engine.sequence import Sequence
+from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import InvalidRequest, TransferFailed
 from rollout.generation import SamplingMask
 from rollout.integrations.sampling_support import kept_logprobs

@@ -16,7 +16,7 @@ from shared_engines import eventually, standing_still
 from tiny_models import write_tiny
 
 from rollout import AsyncRollout, InvalidRequest, PromptTooLong, Rollout, SamplingParams
-from rollout.api.session_store import Sessions
+from rollout.api.sessions.session_store import Sessions
 from rollout.server.http.app import build_app
 
 # As templates of reasoning models are: tool results are grouped under one header, thoughts of

@@ -15,7 +15,7 @@ from tiny_models import write_tiny
 from tiny_vision import write_vision
 
 from rollout import ConfigError, Rollout, SamplingParams
-from rollout.api.diagnosis import diagnose
+from rollout.api.diagnosing.diagnosis import diagnose
 from rollout.cli.main import main
 
 COOL = SamplingParams(temperature=0.6, max_tokens=16, ignore_eos=True)

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
-from rollout.api.diagnosis import diagnose
-from rollout.api.replay import _params, replay
+from rollout.api.diagnosing.diagnosis import diagnose
+from rollout.api.diagnosing.replay import _params, replay
 from rollout.cli.main import main
-from rollout.engine.journal import KEPT_VERSIONS, Journal, journal_files, read_journal
+from rollout.engine.requests.journal import KEPT_VERSIONS, Journal, journal_files, read_journal
 from rollout.errors import ConfigError
 from rollout.generation import VersionSpan
 from rollout.kernels import silu_mul
@@ -291,7 +291,7 @@ class _Again:
         return self._output
 
     def finished(self):
-        from rollout.engine.journal import Finished
+        from rollout.engine.requests.journal import Finished
 
         return Finished(self, DRAWN, (1, 2), 0)
 

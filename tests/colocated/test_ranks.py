@@ -12,7 +12,7 @@ from tiny_models import write_tiny
 from trainer_processes import Job
 
 from rollout import ConfigError, InvalidRequest, Rollout, SamplingParams
-from rollout.api.rank_sources import Drained
+from rollout.api.colocated.rank_sources import Drained
 
 SCRIPT = Path(__file__).with_name("ranks_job.py")
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8, 12]]

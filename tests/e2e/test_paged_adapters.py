@@ -14,7 +14,7 @@ from tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
 
 from rollout import EngineConfig, Rollout, SamplingParams
-from rollout.engine.adapter_places import AdapterPlaces
+from rollout.engine.adapters.places import AdapterPlaces
 from rollout.engine.updates.live_weights import live_adapters
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.adapters.instance import InstanceAdapters

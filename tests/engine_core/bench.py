@@ -8,12 +8,12 @@ from engine_core.toy_model import VOCAB, WHOLE, ToyExecutor, chain
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.engine.batch import encode_batch
-from rollout.engine.grouped_blocks import make_block_manager
-from rollout.engine.sampling.output import SamplerOutput
-from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequence import ScheduledBatch, Sequence, Status
-from rollout.engine.state_slots import StateSlots
+from rollout.engine.sampler_output import SamplerOutput
+from rollout.engine.scheduling.grouped_blocks import make_block_manager
+from rollout.engine.scheduling.scheduler import Scheduler
+from rollout.engine.scheduling.state_slots import StateSlots
+from rollout.engine.sequences.sequence import ScheduledBatch, Sequence, Status
+from rollout.engine.steps.batch import encode_batch
 from rollout.generation import SamplingParams
 from rollout.models.decoder.kv_groups import KVGroup
 

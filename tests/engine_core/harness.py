@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.engine.core import EngineCore
 from rollout.engine.pins import PinTerms
-from rollout.engine.request_state import Snapshot
+from rollout.engine.requests.request_state import Snapshot
 from rollout.generation import Request, RequestOutput, SamplingParams
 
 PROMPT = list(range(5, 23))

@@ -10,8 +10,8 @@ import torch
 from engine_core.harness import Start, request, run
 from engine_core.toy_model import VOCAB
 
-from rollout.engine import batch_encoder
-from rollout.engine.sequence import ScheduledBatch
+from rollout.engine.sequences.sequence import ScheduledBatch
+from rollout.engine.steps import batch_encoder
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},

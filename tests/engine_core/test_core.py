@@ -15,7 +15,7 @@ from shared_engines import eventually
 
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
-from rollout.engine.sequence import Sequence as TokenSequence
+from rollout.engine.sequences.sequence import Sequence as TokenSequence
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -15,7 +15,7 @@ import pytest
 from engine_core.harness import PROMPT
 from tiny_models import make_tokenizer
 
-from rollout.engine.sequence import Sequence
+from rollout.engine.sequences.sequence import Sequence
 from rollout.engine.structured import __main__ as child
 from rollout.engine.structured import compile_queue
 from rollout.engine.structured import process as process_file

@@ -12,8 +12,8 @@ from engine_core.harness import Start, commit, held, request, run
 from engine_core.toy_model import VOCAB, WHOLE, ToyExecutor
 
 from rollout.config import EngineConfig
-from rollout.engine.block_manager import chained
 from rollout.engine.memory_plan import size_kv
+from rollout.engine.scheduling.block_manager import chained
 from rollout.errors import ConfigError
 from rollout.models.decoder.kv_groups import KVGroup
 
@@ -201,7 +201,7 @@ def test_a_sequence_that_waits_is_hashed_once(groups: tuple[KVGroup, ...], monke
         return chained(parent, tokens)
 
     for module in ("block_manager", "grouped_blocks"):
-        monkeypatch.setattr(f"rollout.engine.{module}.chained", counted)
+        monkeypatch.setattr(f"rollout.engine.scheduling.{module}.chained", counted)
     found = bench.blocks.find(seq)
     assert len(found.blocks) == len(hashed) == 15
     assert bench.blocks.find(seq) == found

@@ -17,7 +17,7 @@ from tiny_models import write_tiny
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.sequence import Sequence
+from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import EngineError, InvalidRequest
 from rollout.generation import Completion, Request, SamplingParams
 from rollout.generation.sampling_params import GREEDY_BELOW, MAX_BIAS

@@ -10,9 +10,9 @@ from engine_core.toy_model import WHOLE, continuation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.block_manager import BlockManager
-from rollout.engine.cache_root import CacheRoot
-from rollout.engine.sequence import Sequence, Status
+from rollout.engine.scheduling.block_manager import BlockManager
+from rollout.engine.scheduling.cache_root import CacheRoot
+from rollout.engine.sequences.sequence import Sequence, Status
 from rollout.generation import SamplingParams, VersionSpan
 from rollout.models.decoder.kv_groups import KVGroup
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engine.batch import decode_batch, with_drawn
+from rollout.engine.steps.batch import decode_batch, with_drawn
 from rollout.engine.worker.job_thread import JobThread
 from rollout.errors import RolloutError, WorkerDied
 from rollout.models.decoder.kv_groups import KVGroup

@@ -10,10 +10,10 @@ from pathlib import Path
 from engine_exec.sampling import sequence
 
 from rollout.config import EngineConfig
-from rollout.engine.batch import encode_batch
 from rollout.engine.executors import make_executor
-from rollout.engine.sampling.output import SamplerOutput
-from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
+from rollout.engine.sampler_output import SamplerOutput
+from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry
+from rollout.engine.steps.batch import encode_batch
 from rollout.generation import SamplingParams
 
 BLOCK = 4

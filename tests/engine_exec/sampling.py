@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rollout.engine.batch import decode_batch, encode_batch
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.sequence import ScheduledBatch, ScheduledEntry, Sequence
+from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry, Sequence
+from rollout.engine.steps.batch import decode_batch, encode_batch
 from rollout.generation import SamplingParams
 
 

@@ -57,8 +57,8 @@ def test_a_killed_rank_fails_everything_at_once_and_takes_the_others_along(tiny)
 
 
 def step_futures(executor):
-    from rollout.engine.batch import encode_batch
-    from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
+    from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry
+    from rollout.engine.steps.batch import encode_batch
 
     batch = ScheduledBatch([ScheduledEntry(sequence(SamplingParams(), computed=0), 3)])
     return executor.call("step", *encode_batch(batch, 4))
@@ -76,8 +76,8 @@ def alive(pids):
 
 def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_cause(tiny):
     with running(tiny[0], executor="multiprocess", tensor_parallel_size=2) as executor:
-        from rollout.engine.batch import encode_batch
-        from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
+        from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry
+        from rollout.engine.steps.batch import encode_batch
 
         batch = ScheduledBatch([ScheduledEntry(sequence(SamplingParams(), computed=0), 3)])
         args, tensors = encode_batch(batch, 4)

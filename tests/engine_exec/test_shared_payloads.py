@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from rollout import Rollout
-from rollout.engine import shared_payloads
-from rollout.engine.shared_payloads import PayloadMemory, PayloadViews
+from rollout.engine.steps import shared_payloads
+from rollout.engine.steps.shared_payloads import PayloadMemory, PayloadViews
 from rollout.errors import TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.server.grpc.updates import HeldUpdates, UpdateStream, document

@@ -10,7 +10,7 @@ import torch
 from engine_exec.drive_executor import generate, running
 
 from rollout.engine.executors import settled
-from rollout.engine.step_ring import CALL_BYTES, SLOTS, RankSteps, StepFuture, StepRing
+from rollout.engine.steps.step_ring import CALL_BYTES, SLOTS, RankSteps, StepFuture, StepRing
 from rollout.engine.worker.call_queue import CallQueue
 from rollout.wire.frames import encode
 

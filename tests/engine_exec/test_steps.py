@@ -5,7 +5,7 @@ import torch
 from engine_exec.drive_executor import begin, generate, running, step
 from engine_exec.sampling import sequence
 
-from rollout.engine.sequence import ScheduledBatch, ScheduledEntry
+from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry
 from rollout.errors import EngineClosed, InvalidRequest
 from rollout.generation import SamplingParams
 

@@ -7,7 +7,7 @@ import pytest
 from fleet_front import Front, OneMore
 from shared_engines import eventually, standing_still
 
-from rollout.engine.recent_beginnings import ENTRY, KEPT, MOST, RecentBeginnings
+from rollout.engine.requests.recent_beginnings import ENTRY, KEPT, MOST, RecentBeginnings
 from rollout.errors import InvalidRequest, TransferFailed
 from rollout.fleet.calls.beginning import CHUNK_TOKENS, Beginning
 from rollout.fleet.calls.call import FleetCall

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.sampling.sampler import Sampler
 
 SETTINGS = (  # temperature, top_p, min_p, top_k

@@ -101,7 +101,9 @@ async def test_the_log_tells_weights_that_give_nan_from_settings_that_leave_no_t
     ends = [(o.outputs[0].finish_reason, o.outputs[0].stop_reason) for [o] in outputs]
     assert ends == [("error", "nan_logits")] * 2
     said = [
-        (r.levelname, r.getMessage()) for r in caplog.records if r.name == "rollout.engine.output"
+        (r.levelname, r.getMessage())
+        for r in caplog.records
+        if r.name == "rollout.engine.requests.output"
     ]
     [(first, of_settings), (second, of_weights)] = said
     assert (first, second) == ("WARNING", "ERROR")

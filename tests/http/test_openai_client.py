@@ -20,10 +20,10 @@ from serving import Served
 from rollout import AsyncRollout
 from rollout.server.auth import Tokens
 from rollout.server.http.app import build_app
-from rollout.server.http.chat_body import ChatBody
-from rollout.server.http.embeddings import EmbeddingBody
-from rollout.server.http.responses_api import _OWN, _RENAMED, _STORED
-from rollout.server.http.types import ACCEPTED, NEUTRAL, UNSUPPORTED, CompletionBody
+from rollout.server.http.openai.chat_body import ChatBody
+from rollout.server.http.openai.embeddings import EmbeddingBody
+from rollout.server.http.openai.responses_api import _OWN, _RENAMED, _STORED
+from rollout.server.http.openai.types import ACCEPTED, NEUTRAL, UNSUPPORTED, CompletionBody
 
 PROMPT = [5, 6, 7, 8]
 IDS = {"return_token_ids": True}

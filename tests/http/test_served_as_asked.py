@@ -8,8 +8,8 @@ from server_settings import TOKEN
 
 from rollout import AsyncRollout
 from rollout.server.auth import Tokens
-from rollout.server.http.answer_defaults import AnswerDefaults
 from rollout.server.http.app import build_app
+from rollout.server.http.openai.answer_defaults import AnswerDefaults
 
 PATH = "/behind/a/proxy"
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

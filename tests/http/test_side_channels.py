@@ -16,8 +16,8 @@ from tiny_models import write_tiny
 
 from rollout import AsyncRollout, SamplingParams
 from rollout.generation.packed import pack
-from rollout.server.http.answer_defaults import AnswerDefaults
 from rollout.server.http.app import build_app
+from rollout.server.http.openai.answer_defaults import AnswerDefaults
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 IDS = [5, 6, 7, 8, 9, 10]

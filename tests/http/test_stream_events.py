@@ -10,8 +10,8 @@ from itertools import chain
 import pytest
 
 from rollout.generation import Completion, Logprobs, RequestOutput, VersionSpan
-from rollout.server.http.answers import AnswerStyle, Stream, answer
-from rollout.server.http.assistant import MessageReader
+from rollout.server.http.openai.answers import AnswerStyle, Stream, answer
+from rollout.server.http.openai.assistant import MessageReader
 from rollout.server.http.parsers import REASONING_PARSERS
 
 # What each token adds: quotes, what looks like a span's end, what is no ASCII, nothing, controls.

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 from pydantic import BaseModel
 from tiny_models import make_tokenizer
 
-from rollout.server.http.grammars import after_thought
+from rollout.server.http.openai.grammars import after_thought
 from rollout.server.http.parsers import REASONING_PARSERS
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
-from rollout.server.http.assistant import Message, MessageReader, delta, whole_message
-from rollout.server.http.chat_body import ChatBody
-from rollout.server.http.messages import template_messages
+from rollout.server.http.openai.assistant import Message, MessageReader, delta, whole_message
+from rollout.server.http.openai.chat_body import ChatBody
+from rollout.server.http.openai.messages import template_messages
 from rollout.server.http.parsers import REASONING_PARSERS, TOOL_PARSERS
 from rollout.server.http.sessions import as_written
 

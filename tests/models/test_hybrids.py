@@ -15,7 +15,7 @@ from rollout import Rollout, SamplingParams
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine import loop
-from rollout.engine.state_cache import StateCache, StateShape
+from rollout.engine.worker.state_cache import StateCache, StateShape
 from rollout.errors import ConfigError
 from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig

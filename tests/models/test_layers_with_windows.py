@@ -16,8 +16,8 @@ from tiny_models import write_tiny
 from rollout import Rollout, SamplingParams
 from rollout.config import EngineConfig
 from rollout.engine.core import EngineCore
-from rollout.engine.grouped_blocks import GroupedBlockManager
-from rollout.engine.kv_cache import KVShape
+from rollout.engine.scheduling.grouped_blocks import GroupedBlockManager
+from rollout.engine.worker.kv_cache import KVShape
 from rollout.models.config.model import ModelConfig
 from rollout.models.decoder.kv_groups import blocks_of_sequence, kv_groups
 

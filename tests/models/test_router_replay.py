@@ -14,7 +14,7 @@ from tiny_models import write_tiny
 from torch import Tensor
 
 from rollout import RequestOutput, Rollout, SamplingParams
-from rollout.engine.sequence import Sequence, Status
+from rollout.engine.sequences.sequence import Sequence, Status
 from rollout.errors import InvalidRequest
 from rollout.generation.packed import pack
 from rollout.integrations.router_replay import expert_batch, replayed_experts

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollout.distributed import TensorParallel
-from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.adapters.table import AdapterTable
 from rollout.engine.serving_lease import ServingLease
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 from manual_update import ManualUpdate
 
-from rollout.engine.block_manager import BlockManager
-from rollout.engine.sequence import Sequence
+from rollout.engine.scheduling.block_manager import BlockManager
+from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import (
     ChecksumMismatch,
     EngineBroken,

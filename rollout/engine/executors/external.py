@@ -26,8 +26,8 @@ from rollout.distributed.life_lines import closed_in_forks
 from rollout.distributed.native_thread import NativeThread
 from rollout.engine.executors.multiprocess import MultiprocessExecutor
 from rollout.engine.executors.rank_link import RankLink
-from rollout.engine.shared_payloads import PayloadViews
-from rollout.engine.step_ring import RankSteps
+from rollout.engine.steps.shared_payloads import PayloadViews
+from rollout.engine.steps.step_ring import RankSteps
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.rank_loop import RankLoop
 from rollout.engine.worker.shared_memory_group import create_shared

@@ -15,8 +15,8 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.distributed import LOOPBACK, RendezvousServer, choose_device
 from rollout.engine.executors.rank_link import RankLink, fail
-from rollout.engine.shared_payloads import PayloadMemory
-from rollout.engine.step_ring import StepFuture, StepRing
+from rollout.engine.steps.shared_payloads import PayloadMemory
+from rollout.engine.steps.step_ring import StepFuture, StepRing
 from rollout.engine.worker.shared_memory_group import create_shared
 from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.wire.codec import to_plain

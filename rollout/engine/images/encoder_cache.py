@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engine.sequence import ScheduledBatch
+from rollout.engine.sequences.sequence import ScheduledBatch
 from rollout.generation import PlacedImage
 
 

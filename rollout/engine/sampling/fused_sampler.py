@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rollout.engine.memory import to_device
+from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.metadata import MIN_P, TEMPERATURE, TOP_P, Floats, SamplingMetadata
-from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.sampling.sampler import Sampler, uniforms
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import sample

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.sequence import Sequence
+from rollout.engine.sequences.sequence import Sequence
 from rollout.generation import TOP_MODES
 
 Floats = NDArray[np.float32]

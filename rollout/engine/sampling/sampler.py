@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.metadata import (
     MIN_P,
     TEMPERATURE,
@@ -21,7 +22,6 @@ from rollout.engine.sampling.metadata import (
     SamplingMetadata,
     process_logits,
 )
-from rollout.engine.sampling.output import SamplerOutput
 from rollout.generation import GREEDY_BELOW, TOP_MODES
 from rollout.kernels import filter_logits, scan_logits
 from rollout.kernels.scan_logits import SEGMENT

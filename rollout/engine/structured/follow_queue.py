@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.engine.sequence import Sequence, Status
+from rollout.engine.sequences.sequence import Sequence, Status
 from rollout.engine.structured.compile_queue import CompileQueue, Running, key_of
 from rollout.engine.structured.process import (
     DONE,

@@ -19,8 +19,8 @@ import torch
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.distributed.interpreter import SWITCH_INTERVAL, settle
-from rollout.engine.shared_payloads import PayloadViews
-from rollout.engine.step_ring import RankSteps
+from rollout.engine.steps.shared_payloads import PayloadViews
+from rollout.engine.steps.step_ring import RankSteps
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.rank_loop import RankLoop
 from rollout.engine.worker.worker import Worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from queue import Empty, SimpleQueue
 
-from rollout.engine.step_ring import RankSteps
+from rollout.engine.steps.step_ring import RankSteps
 from rollout.wire.frames import Frame
 
 

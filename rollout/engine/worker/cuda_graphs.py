@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig
+from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
 from rollout.engine.worker.draw_graphs import CapturePool, DrawGraphs, capture
 from rollout.errors import ConfigError

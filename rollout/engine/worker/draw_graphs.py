@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import has_filters, is_special
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.decode_inputs import DecodeInputs
 from rollout.kernels import sample
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.engine.kv_cache import KVCache
+from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.sampling.output import SamplerOutput
 from rollout.engine.worker.cuda_graphs import (
     DecodeGraphs,
     graph_bytes,
@@ -20,6 +19,7 @@ from rollout.engine.worker.cuda_graphs import (
     wants_graphs,
 )
 from rollout.engine.worker.draw_graphs import CapturePool
+from rollout.engine.worker.kv_cache import KVCache
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
-from rollout.engine.batch import decode_batch, with_drawn
 from rollout.engine.images.encoder_cache import EncodedImages
-from rollout.engine.kv_cache import KVCache, KVShape
 from rollout.engine.memory import available_bytes, release_unused, to_device, total_bytes
 from rollout.engine.resolved_model import ResolvedModel
+from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.sampling.output import SamplerOutput
-from rollout.engine.state_cache import StateCache, StateShape
+from rollout.engine.steps.batch import decode_batch, with_drawn
 from rollout.engine.worker.graph_sets import GraphSets
 from rollout.engine.worker.held_component import HeldComponent
+from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.load_trace import traced
+from rollout.engine.worker.state_cache import StateCache, StateShape
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import Checkpoint, open_location

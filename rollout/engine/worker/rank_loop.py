@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rollout.engine.shared_payloads import PayloadViews
-from rollout.engine.step_ring import RankSteps
+from rollout.engine.steps.shared_payloads import PayloadViews
+from rollout.engine.steps.step_ring import RankSteps
 from rollout.engine.worker.call_queue import CallQueue
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.worker import Worker

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout.engine.recent_beginnings import ENTRY, MOST
+from rollout.engine.requests.recent_beginnings import ENTRY, MOST
 from rollout.errors import RolloutError, TransferFailed
 from rollout.fleet.calls.beginning import WIDTH
 from rollout.fleet.calls.router import Router

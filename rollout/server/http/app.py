@@ -25,7 +25,6 @@ from rollout.server.http import (
     classify,
     control,
     dashboard,
-    embeddings,
     fleet,
     score,
     sessions,
@@ -33,8 +32,13 @@ from rollout.server.http import (
     tinker,
     vllm,
 )
-from rollout.server.http.answer_defaults import AnswerDefaults
-from rollout.server.http.answers import (
+from rollout.server.http.dialect import Dialect, shapes_of
+from rollout.server.http.errors import error_body, install_error_handlers
+from rollout.server.http.guard import Engine, Guard, Routes, include
+from rollout.server.http.json_response import JSONResponse
+from rollout.server.http.openai import embeddings
+from rollout.server.http.openai.answer_defaults import AnswerDefaults
+from rollout.server.http.openai.answers import (
     AnswerStyle,
     Stream,
     TokenText,
@@ -42,14 +46,15 @@ from rollout.server.http.answers import (
     token_id_text,
     with_top,
 )
-from rollout.server.http.assistant import MessageReader
-from rollout.server.http.chat_body import ChatBody, TokenizeBody
-from rollout.server.http.dialect import Dialect, shapes_of
-from rollout.server.http.errors import error_body, install_error_handlers
-from rollout.server.http.grammars import after_thought
-from rollout.server.http.guard import Engine, Guard, Routes, include
-from rollout.server.http.json_response import JSONResponse
-from rollout.server.http.messages import template_messages
+from rollout.server.http.openai.assistant import MessageReader
+from rollout.server.http.openai.chat_body import ChatBody, TokenizeBody
+from rollout.server.http.openai.grammars import after_thought
+from rollout.server.http.openai.messages import template_messages
+from rollout.server.http.openai.responses_api import ResponseAnswer, chat_of
+from rollout.server.http.openai.types import (
+    CompletionBody,
+    SamplingBody,
+)
 from rollout.server.http.responses import (
     EventStream,
     adapter_names,
@@ -61,11 +66,6 @@ from rollout.server.http.responses import (
     served_model,
     unless_disconnected,
     within,
-)
-from rollout.server.http.responses_api import ResponseAnswer, chat_of
-from rollout.server.http.types import (
-    CompletionBody,
-    SamplingBody,
 )
 from rollout.server.metrics import render
 

@@ -20,13 +20,13 @@ from rollout.api import AsyncRollout
 from rollout.errors import InvalidRequest
 from rollout.generation import ClassificationOutput, SamplingParams
 from rollout.server.auth import Access
-from rollout.server.http.chat_body import ConversationBody
 from rollout.server.http.finite import finite
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.http.json_response import JSONResponse
-from rollout.server.http.messages import template_messages
+from rollout.server.http.openai.chat_body import ConversationBody
+from rollout.server.http.openai.messages import template_messages
+from rollout.server.http.openai.types import OpenAIBody, Prompts, TokenId, prompts_of
 from rollout.server.http.responses import sampled_by, unless_disconnected
-from rollout.server.http.types import OpenAIBody, Prompts, TokenId, prompts_of
 
 MAX_INPUTS = 2048  # of one call, as of embeddings
 

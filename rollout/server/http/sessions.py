@@ -15,10 +15,10 @@ from rollout.errors import InvalidRequest
 from rollout.generation import ChatOptions, SamplingParams
 from rollout.rpc.convert import Messages
 from rollout.server.auth import Access
-from rollout.server.http.assistant import Message, MessageReader, whole_message
 from rollout.server.http.finite import finite
 from rollout.server.http.guard import Engine, Routes
-from rollout.server.http.messages import template_messages
+from rollout.server.http.openai.assistant import Message, MessageReader, whole_message
+from rollout.server.http.openai.messages import template_messages
 from rollout.server.http.parsers import Parse, named, required
 from rollout.server.http.responses import SESSION
 

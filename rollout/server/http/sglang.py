@@ -24,10 +24,10 @@ from rollout.errors import EngineError, RolloutError
 from rollout.generation import NAN_LOGITS, RequestOutput, SamplingParams, classify_params
 from rollout.server.auth import Access
 from rollout.server.grpc.health import SERVING, state_of
-from rollout.server.http.answers import TokenText
 from rollout.server.http.errors import error_body
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.http.json_response import JSONResponse
+from rollout.server.http.openai.answers import TokenText
 from rollout.server.http.responses import (
     EventStream,
     event,

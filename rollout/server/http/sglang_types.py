@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.errors import InvalidRequest
 from rollout.generation import NAN_LOGITS, Completion, PromptInput, RequestOutput, SamplingParams
-from rollout.server.http.answers import TokenText, with_top
 from rollout.server.http.finite import finite
-from rollout.server.http.side_channels import sglang_experts, sglang_mask
-from rollout.server.http.types import RequestId
+from rollout.server.http.openai.answers import TokenText, with_top
+from rollout.server.http.openai.side_channels import sglang_experts, sglang_mask
+from rollout.server.http.openai.types import RequestId
 from rollout.wire.spellings import near
 
 NOT_NUMBERS = "its logits were not numbers; the server's log says why"

@@ -20,10 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout.errors import InvalidRequest
 from rollout.generation import SamplingParams
 from rollout.server.auth import Access
-from rollout.server.http.answer_defaults import AnswerDefaults
-from rollout.server.http.answers import with_top
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.http.json_response import JSONResponse
+from rollout.server.http.openai.answer_defaults import AnswerDefaults
+from rollout.server.http.openai.answers import with_top
 from rollout.server.http.responses import sampled_by
 from rollout.server.http.tinker_futures import Failed, SampleFutures, Wanted
 

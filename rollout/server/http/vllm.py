@@ -32,19 +32,25 @@ from rollout.generation import (
     SamplingParams,
 )
 from rollout.server.auth import Access
-from rollout.server.http.answer_defaults import AnswerDefaults
-from rollout.server.http.answers import (
+from rollout.server.http.errors import error_body
+from rollout.server.http.guard import Engine, Routes
+from rollout.server.http.json_response import JSONResponse
+from rollout.server.http.openai.answer_defaults import AnswerDefaults
+from rollout.server.http.openai.answers import (
     AnswerStyle,
     chat_logprobs,
     prompt_rows,
     token_id_text,
     with_top,
 )
-from rollout.server.http.answers import usage as usage_of
-from rollout.server.http.chat_body import ChatBody
-from rollout.server.http.errors import error_body
-from rollout.server.http.guard import Engine, Routes
-from rollout.server.http.json_response import JSONResponse
+from rollout.server.http.openai.answers import usage as usage_of
+from rollout.server.http.openai.chat_body import ChatBody
+from rollout.server.http.openai.side_channels import (
+    beside_tokens,
+    skyrl_experts,
+    skyrl_support,
+)
+from rollout.server.http.openai.types import RequestId, StreamOptions, one_for_true
 from rollout.server.http.responses import (
     EventStream,
     event,
@@ -55,12 +61,6 @@ from rollout.server.http.responses import (
     tokenizer_of,
     unless_disconnected,
 )
-from rollout.server.http.side_channels import (
-    beside_tokens,
-    skyrl_experts,
-    skyrl_support,
-)
-from rollout.server.http.types import RequestId, StreamOptions, one_for_true
 
 routes = Routes()
 Document = dict[str, Any]

@@ -1,0 +1,168 @@
+"""The pages of one rank's KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from rollout.engine.worker.state_cache import StateCache
+from rollout.errors import ConfigError, EngineClosed
+from rollout.models.config.model import ModelConfig
+from rollout.models.decoder.kv_groups import KVGroup, kv_groups
+from rollout.models.forward import LayerKV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """What one block holds on this rank: keys and values of ``block_size`` positions.
+
+    Of all layers, or where layers differ in how far they reach back, of those of one of ``groups``.
+    ``num_layers``: those that have pages; ``without``: the numbers of those that keep nothing,
+    ``beside`` of those that have states, too.
+    ``tensors``: 2, or 1 where values are a part of the keys. ``indexed``: the layers that keep keys
+    of an index of ``index_dim``, too.
+    ``experts``: of a mixture, on the rank that answers, the layers that have experts and how many
+    of them a token has: those are kept beside its keys and values.
+    """
+
+    num_layers: int
+    tensors: int
+    kv_heads: int  # of this rank
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+    without: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
+    indexed: tuple[int, ...] = ()
+    index_dim: int = 0
+    experts: tuple[int, int] = (0, 0)
+    expert_dtype: torch.dtype = torch.uint8
+    groups: tuple[KVGroup, ...] = ()  # none: one, of all layers
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        ranks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        sparse_layers: int = 0,
+    ) -> Self:
+        """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks."""
+        model.check_blocks(block_size)
+        tensors, heads, elements = model.cached_heads(ranks)
+        moe = model.moe if sparse_layers else None
+        index = None if model.latent is None else model.latent.index
+        return cls(
+            num_layers=len(model.paged_layers), without=model.feeding_layers, tensors=tensors,
+            beside=tuple(i for i in model.recurrent_layers if i in model.paged_layers),
+            indexed=model.indexed_layers, index_dim=0 if index is None else index.dim,
+            kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
+            experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
+            expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
+            groups=kv_groups(model),
+        )  # fmt: skip
+
+    @property
+    def page_layers(self) -> int:
+        """How many layers have their keys and values in one block."""
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)
+
+    def bytes_read(self, lengths: torch.Tensor) -> int:
+        """Of keys and values, by attention of one token at the end of each of ``lengths``."""
+        groups = self.groups or (KVGroup(layers=(0,) * self.num_layers),)
+        places = sum(len(group.layers) * group.reach(lengths) for group in groups)
+        return places * self._layer_bytes // self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        kept = self.experts[0] * self.experts[1] * self.expert_dtype.itemsize
+        keys = len(self.indexed) * self.index_dim * self.dtype.itemsize
+        return self.page_layers * self._layer_bytes + self.block_size * (keys + kept)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in all groups, which it takes until it is out of a window."""
+        return max(len(self.groups), 1) * self.block_bytes // self.block_size
+
+    @property
+    def told_groups(self) -> list[list[int]]:
+        """As ``groups_told`` takes them."""
+        return [[len(group.layers), group.window, group.chunk] for group in self.groups]
+
+    @property
+    def _layer_bytes(self) -> int:
+        elements = self.kv_heads * self.block_size * self.head_dim
+        return self.tensors * elements * self.dtype.itemsize
+
+
+class KVCache:
+    """Allocates the pages, and drops and takes them again around a sleep; so with ``states``.
+
+    Contents are uninitialised and do not survive a sleep. Allocated once, not per step.
+    """
+
+    def __init__(
+        self, shape: KVShape, device: torch.device, states: StateCache | None = None
+    ) -> None:
+        self.shape, self.device, self.states = shape, device, states
+        self.num_blocks = 0
+        self._layers: list[LayerKV] = []
+        self.experts: torch.Tensor | None = None  # [slots + 1, *shape.experts]
+
+    @property
+    def layers(self) -> list[LayerKV]:
+        """One entry per layer; ``EngineClosed`` while there are none."""
+        if not self._layers:
+            raise EngineClosed("this rank has no KV cache: the engine is asleep or not started")
+        return self._layers
+
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
+        """Take ``num_blocks`` blocks, and as many slots of states, in place of any there were."""
+        shape = self.shape
+        self.free()
+        pages = (num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
+        try:
+            for layer in range(shape.page_layers):
+                k = torch.empty(pages, dtype=shape.dtype, device=self.device)
+                v = k if shape.tensors == 1 else torch.empty_like(k)
+                keys = (num_blocks, 1, shape.block_size, shape.index_dim)
+                index = k.new_empty(keys) if layer in shape.indexed else None
+                self._layers.append(LayerKV(k, v, index=index))
+            if len(shape.groups) > 1:
+                of = {layer: i for group in shape.groups for i, layer in enumerate(group.layers)}
+                self._layers = [self._layers[of[layer]] for layer in sorted(of)]
+            if shape.experts[0]:
+                rows = num_blocks * shape.block_size + 1  # the last: of what has no place
+                self.experts = torch.zeros(
+                    rows, *shape.experts, dtype=shape.expert_dtype, device=self.device
+                )
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self.free()
+            need = num_blocks * shape.block_bytes
+            raise ConfigError(
+                f"no memory for {num_blocks} KV blocks ({need / 2**20:.0f} MiB); set a smaller "
+                f"kv_cache_bytes or num_kv_blocks ({error})"
+            ) from error
+        if self.states is not None:
+            self.states.allocate(num_states)
+            others = dict.fromkeys(shape.without, LayerKV(torch.empty(0), torch.empty(0)))
+            for layer, slots in sorted((others | self.states.layers).items()):
+                if layer in shape.beside:
+                    self._layers[layer] = replace(self._layers[layer], beside=slots)
+                else:
+                    self._layers.insert(layer, slots)
+        self.num_blocks = num_blocks
+
+    def free(self) -> None:
+        """Drop the pages; ``num_blocks`` remembers how many to take again."""
+        self._layers, self.experts = [], None
+        if self.states is not None:
+            self.states.free()
+
+    def restore(self) -> None:
+        """After ``free``: take as many blocks as before."""
+        if not self._layers and self.num_blocks:
+            self.allocate(self.num_blocks, 0 if self.states is None else self.states.num_slots)
