@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
+from operator import index
 from typing import Any
 
 from rollout.errors import EngineRestarted, InvalidRequest
@@ -66,12 +67,26 @@ def _number(bounds: str) -> Callable[[Any], float]:
 
 
 def _whole(least: int, most: int, rule: str, *, none: bool = False) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not (is_int(value) and least <= value <= most) and not (none and value is None):
+    def read(value: Any) -> int | None:
+        if none and value is None:
+            return None
+        if (number := _integer(value)) is None:
+            raise ValueError("be an integer, or None" if none else "be an integer")
+        if not least <= number <= most:
             raise ValueError(f"be {rule}, or None" if none else f"be {rule}")
-        return value
+        return number
 
     return read
+
+
+def _integer(value: Any) -> int | None:
+    """As Python's own, NumPy's and torch's, too; None for what is no integer."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _flag(value: Any) -> bool:
@@ -90,8 +105,9 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
-    tokens = _as_tuple(value)
-    if not all(map(is_int, tokens)):
+    given = _as_tuple(value)
+    tokens = tuple(token for token in map(_integer, given) if token is not None)
+    if len(tokens) < len(given):
         raise ValueError("be integers")
     if len(tokens) > MAX_TOKEN_RULES:
         raise ValueError(f"be at most {MAX_TOKEN_RULES} tokens")
@@ -432,10 +448,6 @@ class SamplingParams:
 TOKEN_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.metadata["read"] in _OF_TOKENS)
 
 
-def is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _short(value: Any) -> str:
     """For a message: a value of any size takes a line."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -443,5 +455,7 @@ def _short(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints
-        return f"an integer of {value.bit_length()} bits" if is_int(value) else "a huge value"
+        return (
+            f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "a huge value"
+        )
     return text if len(text) <= 200 else f"{text[:200]} ..."

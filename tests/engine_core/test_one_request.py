@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from engine_core.harness import PROMPT, Sink, Start, request, run
 from engine_core.toy_model import Reply, ToyExecutor, continuation
 from hypothesis import HealthCheck, given, settings
@@ -275,3 +276,16 @@ def test_bad_words_are_tokenised_once_a_call_and_not_by_the_engines_thread(start
     core.tokenizer.encode = encode
     run(core, request("a", n=8, max_tokens=2, bad_words=["dog", "a b"]))
     assert threads == [False] * 4  # each within a text, and after a space
+
+
+def test_integers_are_pythons_numpys_or_torchs() -> None:
+    asked = SamplingParams(
+        max_tokens=np.int64(3),  # type: ignore[arg-type]
+        seed=torch.tensor(5),  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+    )
+    assert asked == SamplingParams(max_tokens=3, seed=5, stop_token_ids=(1, 2))
+    kept = (asked.max_tokens, asked.seed, *asked.stop_token_ids)
+    assert all(type(number) is int for number in kept)  # what goes over a wire
+    with pytest.raises(InvalidRequest, match=r"max_tokens must be an integer, or None, got 4\.0"):
+        SamplingParams(max_tokens=4.0)  # type: ignore[arg-type]

@@ -116,5 +116,5 @@ def test_tokens_that_come_together_show_what_they_would_one_by_one(
 
 def test_an_interval_is_a_whole_number_from_1_on() -> None:
     for bad in (0, -1, 1.5, None, True, 1 << 63):
-        with pytest.raises(InvalidRequest, match="stream_interval must be at least 1"):
+        with pytest.raises(InvalidRequest, match=r"stream_interval must be (at least 1|an int)"):
             SamplingParams.from_dict({"stream_interval": bad})
