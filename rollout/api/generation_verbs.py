@@ -317,7 +317,7 @@ class GenerationVerbs(ABC):
                 "the adapter is named in each turn: session.chat(message, {'adapter': name})"
             )
         options = ChatOptions.of_variables(variables)
-        return AsyncSession(self.backend, options, self.read_floor)
+        return AsyncSession(self.backend, self.start, options, self.read_floor)
 
     async def abort(self, request_ids: str | Sequence[str] | None = None) -> int:
         """End one request, several, or all at the next step; returns how many were running or

@@ -11,7 +11,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,10 +71,11 @@ class AsyncSession:
     def __init__(
         self,
         backend: Backend,
+        start: Callable[[], Awaitable[None]],
         options: ChatOptions,
-        read_floor: Callable[[], ReadFloor] = ReadFloor,
+        read_floor: Callable[[], ReadFloor],
     ) -> None:
-        self._backend, self._client_floor = backend, read_floor
+        self._backend, self._start, self._client_floor = backend, start, read_floor
         self._version = 0  # the highest that a turn has seen, or asked for
         self.options = options  # of its later turns, too
         self._messages: list[dict[str, Any]] = []
@@ -124,7 +133,7 @@ class AsyncSession:
         """As ``generate``, with cumulative outputs; leaving the loop early undoes the turn."""
         with self._one_turn():
             if isinstance(prompt, str):
-                await self._backend.start()
+                await self._start()
                 first = not self._turns  # the tokenizer's own rule decides about a BOS there
                 ids = await self._backend.tokenize(prompt, first) if prompt else []
             else:
@@ -171,7 +180,7 @@ class AsyncSession:
 
     def fork(self) -> AsyncSession:
         """Another session that goes on from here: a group of samples of one turn, a branch."""
-        other = AsyncSession(self._backend, self.options, self._client_floor)
+        other = AsyncSession(self._backend, self._start, self.options, self._client_floor)
         other._version = self._version
         other._messages, other._templated = self.messages, self._templated
         other._prompt, other._tokens = list(self._prompt), self._tokens.copy()
@@ -226,7 +235,7 @@ class AsyncSession:
 
     async def _ids_of(self, new: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of ``new`` with what the template puts around them."""
-        await self._backend.start()
+        await self._start()
         if not self._templated:
             raise InvalidRequest(
                 "this session went on with raw tokens, of which its chat template knows nothing; "
@@ -255,7 +264,7 @@ class AsyncSession:
         stream: bool,
         messages: Sequence[Mapping[str, Any]] | None,
     ) -> AsyncGenerator[RequestOutput]:
-        await self._backend.start()
+        await self._start()
         one = SamplingParams.of(params)
         if one.n != 1:
             raise InvalidRequest(f"a turn of a session has one sample, not n={one.n}: fork it")
