@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 from serving import alive, descendants
+from shared_engines import eventually
 from tiny_models import write_tiny
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -177,6 +180,35 @@ def test_while_the_process_is_replaced_the_others_go_on_and_nobody_is_blamed(
     assert re.fullmatch("[0-9]{200}", last.outputs[0].text)
     assert process not in _processes()
     assert texts(engine, {"choice": ["no"]}) == ["no"]
+
+
+ORPHAN = """
+import os, sys, time
+from rollout import Rollout
+with Rollout(sys.argv[1], device="cpu", dtype="float32", num_threads=1) as made:
+    made.generate("Hello", {"max_tokens": 2, "structured_outputs": {"choice": ["no"]}})
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(60)
+    os._exit(0)
+"""
+
+
+def test_the_process_ends_with_a_killed_engine_whose_forked_processes_go_on(
+    engine: Rollout,
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", ORPHAN, engine.server_info().model]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            [process] = (p for p in descendants(parent.pid) if "engine.structured" in _command(p))
+            parent.kill()
+            eventually(lambda: not alive(process), 10)
+            assert alive(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def _process(strangers: set[int]) -> int:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
+from serving import alive
+from shared_engines import eventually
 
 from rollout.errors import TransferFailed
 from rollout.weight_sync.transports.vllm_gloo import GlooMember
@@ -25,3 +30,32 @@ def test_a_place_that_was_left_touches_no_file_that_came_after_it(tmp_path) -> N
     finally:
         for file in files:
             file.close()
+
+
+ORPHAN = """
+import os, time
+from rollout.weight_sync.transports.vllm_gloo import GlooMember
+from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
+
+member = GlooMember(ForeignGroup(host="127.0.0.1", port=1, rank_offset=1, size=2), 1)
+member._start()
+member._answer(START_LIMIT, "the start")
+child = os.fork()
+if child:
+    print(member._process.pid, child, flush=True)
+time.sleep(60)
+os._exit(0)
+"""
+
+
+def test_its_process_ends_with_a_killed_engine_whose_forked_processes_go_on() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", ORPHAN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        process, child = map(int, parent.stdout.readline().split())
+        try:
+            parent.kill()
+            eventually(lambda: not alive(process), 10)
+            assert alive(child)
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout.distributed.child_environment import child_environment
+from rollout.distributed.life_lines import closed_in_forks
 from rollout.errors import EngineError, TransferFailed, from_wire
 from rollout.wire.frames import recv_frame, send_frame
 
@@ -78,6 +79,8 @@ class GrammarProcess:
         self._asking: set[socket.socket] = set()
         self._calls, theirs = socket.socketpair()
         self._steps, mask_end = socket.socketpair()
+        for ours in (self._calls, self._steps):
+            closed_in_forks(ours)
         progress = os.memfd_create("rollout-grammar-progress")
         os.truncate(progress, mmap.PAGESIZE)
         self._progress = mmap.mmap(progress, mmap.PAGESIZE)

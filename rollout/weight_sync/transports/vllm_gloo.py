@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rollout.distributed.child_environment import child_environment
+from rollout.distributed.life_lines import closed_in_forks
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed, from_wire
 from rollout.weight_sync.transports.vllm_group import ALIVE_LIMIT, START_LIMIT, ForeignGroup
 from rollout.wire.frames import recv_frame, send_frame
@@ -98,7 +99,7 @@ class GlooMember:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
-            self._sock = ours
+            self._sock = closed_in_forks(ours)
             if self._closed:
                 ours.close()
                 return
