@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 import ssl
@@ -29,6 +28,7 @@ from rollout.server.http.openai.answer_defaults import AnswerDefaults
 from rollout.server.http.openai.answers import TokenText, token_id_text
 from rollout.server.http.responses import tokenizer_of
 from rollout.server.http.root_path import RootPath, check_root_path
+from rollout.server.listening import listen
 
 log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that open HTTP connections get at the end
@@ -117,25 +117,6 @@ def _app(
         rollout, tokens=tokens, token_text=_token_text(rollout), answers=at.answers,
         max_body_bytes=at.max_body_bytes, open_routes=open_routes,
     )  # fmt: skip
-
-
-def listen(host: str, port: int, what: str) -> socket.socket:
-    """A listening TCP socket; ``ConfigError`` says which address is taken, or none of ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(1024)
-    except (OSError, OverflowError) as error:
-        sock.close()
-        remedy = "choose another port, or 0 for a free one"
-        if isinstance(error, socket.gaierror) or error.args[:1] == (errno.EADDRNOTAVAIL,):
-            remedy = "give an address of this machine"
-        raise ConfigError(
-            f"cannot listen on {host_port(host, port)} for {what}: {error}; {remedy}"
-        ) from error
-    return sock
 
 
 @asynccontextmanager

@@ -248,13 +248,16 @@ def test_a_path_with_a_null_byte_is_named(engine):
         client.update_weights(server_path="a\0b")
 
 
-def test_a_busy_port_is_named(bare_checkpoint):
+def test_a_busy_port_and_a_host_that_is_none_of_this_machines_are_named(bare_checkpoint):
     with socket.socket() as taken, Rollout(bare_checkpoint, **SETTINGS) as rollout:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=str(port)):
+        with pytest.raises(ConfigError, match=f"{port} for gRPC.*in use; choose another port"):
             rollout.serve(port=port)
+        for host in ("nobody.invalid", "192.0.2.1"):
+            with pytest.raises(ConfigError, match=rf"{host}:0 for gRPC.*give an address of this"):
+                rollout.serve(host, token="t", insecure=True)
         assert rollout.generate([1], ONE)[0].finished
 
 

@@ -28,6 +28,7 @@ from rollout.server.grpc.interceptors import (
 )
 from rollout.server.grpc.services import ControlService, GenerationService
 from rollout.server.grpc.weights import WeightSyncService
+from rollout.server.listening import listen
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -121,11 +122,16 @@ def _bind(server: Any, host: str, port: int, credentials: Any) -> int:
         else:
             bound = int(server.add_secure_port(target, credentials))
     except RuntimeError as error:
-        raise ConfigError(_busy(target, error)) from error
+        raise _unbound(host, port, error) from error
     if bound == 0:
-        raise ConfigError(_busy(target, "the address is in use"))
+        raise _unbound(host, port, "the address is in use")
     return bound
 
 
-def _busy(target: str, why: object) -> str:
-    return f"cannot listen on {target} for gRPC: {why}; stop what uses it, or pass port 0 for any"
+def _unbound(host: str, port: int, said: object) -> ConfigError:
+    """Why gRPC cannot listen there, which it does not say itself."""
+    try:
+        listen(host, port, "gRPC").close()
+    except ConfigError as error:
+        return error
+    return ConfigError(f"cannot listen on {host_port(host, port)} for gRPC: {said}")

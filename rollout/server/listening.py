@@ -1,0 +1,28 @@
+"""Sockets that listen, and why there is none where one cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from rollout.distributed import host_port
+from rollout.errors import ConfigError
+
+
+def listen(host: str, port: int, what: str) -> socket.socket:
+    """A listening TCP socket; ``ConfigError`` says which address is taken, or none of ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        remedy = "choose another port, or 0 for a free one"
+        if isinstance(error, socket.gaierror) or error.args[:1] == (errno.EADDRNOTAVAIL,):
+            remedy = "give an address of this machine"
+        raise ConfigError(
+            f"cannot listen on {host_port(host, port)} for {what}: {error}; {remedy}"
+        ) from error
+    return sock
