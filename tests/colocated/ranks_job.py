@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -137,9 +138,20 @@ class Rank:
             sys.exit(7 if "forked" in str(error) else str(error))
         sys.exit(0)
 
-    def die(self, prompts: Any) -> list[Any]:
-        """Rank 1 is killed while rank 0 generates."""
-        if self.rank == 1:
+    def go_on(self) -> int:
+        """The pid of a child that goes on, as a DataLoader's worker, without this rank's pipes."""
+        if child := os.fork():
+            return child
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{number}").startswith("pipe:"):
+                    os.close(int(number))
+        time.sleep(60)
+        os._exit(0)
+
+    def die(self, prompts: Any, rank: int) -> list[Any]:
+        """That rank is killed while the other one generates."""
+        if self.rank == rank:
             signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, 0.3)
         return self.generate(prompts, max_tokens=200, ignore_eos=True, temperature=1.0)

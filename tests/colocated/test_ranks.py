@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from serving import alive
 from tiny_models import write_tiny
 from trainer_processes import Job
 
@@ -151,15 +154,24 @@ def test_a_generator_that_an_update_left_early_is_read_to_its_end() -> None:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_is_an_error_on_the_others_at_once(
-    job: Job, paths: tuple[str, str]
+    job: Job, paths: tuple[str, str], rank: int
 ) -> None:
+    """Also where processes that it has forked go on."""
     same(job, "start", path=paths[0])
-    first, second = job.ask(op="die", prompts=PROMPTS * 20)
-    assert second is None
-    assert first is not None
-    assert first["error"] == "WorkerDied"
-    assert first["seconds"] < 10
+    children = [answer["done"] for answer in job.ask(op="go_on") if answer is not None]
+    try:
+        answers = job.ask(op="die", prompts=PROMPTS * 20, rank=rank)
+        assert answers[rank] is None
+        other = answers[1 - rank]
+        assert other is not None
+        assert other["error"] == "WorkerDied"
+        assert other["seconds"] < 10
+        assert all(alive(child) for child in children)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_child_that_a_rank_forks_ends_nothing_of_its_engine(

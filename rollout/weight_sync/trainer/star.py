@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from rollout import errors
+from rollout.distributed.life_lines import closed_in_forks
 from rollout.errors import DeadlineExceeded, TransferFailed, some
 from rollout.wire import frames
 
@@ -23,7 +24,7 @@ class Star:
 
     def __init__(self, ranks: tuple[int, ...], links: Mapping[int, socket.socket]) -> None:
         self.ranks = ranks
-        self.links = dict(links)
+        self.links = {index: closed_in_forks(link) for index, link in links.items()}
         self.early: dict[int, frames.Frame] = {}  # what ``heard`` has read of a peer
 
     def send(
