@@ -99,12 +99,12 @@ class Pins:
         left, fallback = self._scheduler.pinned(), self._terms.fallback
         if left:
             self._counters.pin_fallbacks += len({seq.request_id for seq in left})
-            if fallback == "abort":
-                self._outputs.abort({seq.request_id for seq in left})
             begun = {seq.seq_id for seq in self._scheduler.begun()}
             for seq in left:
                 if fallback == "recompute" or seq.seq_id not in begun:
                     seq.adapter = self._outputs.newest(seq)
+            if fallback == "abort":
+                self._outputs.abort({seq.request_id for seq in left})
             if fallback == "recompute":
                 self._scheduler.recompute(left)
             count = len({seq.request_id for seq in left})

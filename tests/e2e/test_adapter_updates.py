@@ -416,6 +416,18 @@ def test_a_pinned_base_is_never_with_an_adapter_that_is_newer(engine, base) -> N
         engine.unload_lora_adapter("code")
 
 
+def test_a_pinned_request_that_is_aborted_says_which_adapter_made_its_tokens(engine, base) -> None:
+    model = adapted(base, 21)
+    old = engine.update_weights(model, adapters={"math": model}).version
+    running = paused(engine, SamplingParams(adapter="math", temperature=0, max_tokens=60))
+    newer, terms = shaken(model, 22), {"pin_timeout": 0.05, "pin_fallback": "abort"}
+    engine.update_weights(model, adapters={"math": newer}, in_flight="pin", **terms)
+    *_, last = running
+    engine.resume_generation()
+    assert last.outputs[0].finish_reason == "abort"
+    assert stamped(last) == (f"math@{old}", old)
+
+
 def test_caches_of_the_base_outlive_an_adapters_commit(engine, base) -> None:
     params = SamplingParams(**GREEDY)
     engine.update_weights(adapters={"math": adapted(base, 11)})
