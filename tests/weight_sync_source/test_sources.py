@@ -107,6 +107,16 @@ def test_integers_travel_as_they_are() -> None:
     assert [t.dtype for t in found.values()] == [torch.int64, torch.bool]
 
 
+def test_a_streams_scales_of_inputs_are_left_out_but_for_a_models_own() -> None:
+    codes = torch.ones(2, 2, dtype=torch.int8)
+    held = {"a.weight": codes, "a.weight_scale": torch.ones(1)}
+    held |= {"a.input_scale": torch.ones(1), "b.q_scale": torch.ones(1)}
+    known = [TensorMeta(name, FP32, (1,)) for name in ("a.weight", "b.q_scale")]
+    for obj in (held, iter(held.items())):
+        source = detect(obj).source(aliases={}, dtype=FP32, tensors=known)
+        assert [name for name, _ in source] == ["a.weight", "b.q_scale"]
+
+
 def test_what_the_trainers_iterator_raises_is_the_cause() -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield "a", torch.zeros(1)

@@ -39,7 +39,7 @@ def holds_codes(items: Iterable[tuple[str, Tensor]]) -> bool:
 def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[tuple[str, Tensor]]:
     """``X.weight`` of float8_e4m3fn or int8 and its scales (``X.weight_scale_inv``, or ``_scale``)
     as one tensor, ``X_blocks`` and ``X_scales`` of experts in mxfp4 as one of each expert; others
-    as they come.
+    as they come, but for what scales activations, unless the engine has a tensor of that name.
 
     Where the engine holds X in that very grid (``naming.schemes``), codes and scales in bytes
     (``packed_rows``); else the floats that they stand for. Whichever comes first is copied until
@@ -57,7 +57,7 @@ def with_codes(items: Iterable[tuple[str, Tensor]], naming: Naming) -> Iterator[
         is_codes = _is_codes(name, tensor)
         stem = _stem(name) if is_codes else _scaled_by(name, tensor)
         if stem is None:
-            if not name.endswith(ACTIVATIONS):
+            if not name.endswith(ACTIVATIONS) or name in naming.known:
                 yield name, tensor
             continue
         if stem not in waiting:
