@@ -81,8 +81,8 @@ def _whole(least: int, most: int, rule: str, *, none: bool = False) -> Callable[
 
 def _integer(value: Any) -> int | None:
     """As Python's own, NumPy's and torch's, too; None for what is no integer."""
-    if isinstance(value, bool):
-        return None
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
+        return None  # of a mask over the vocabulary, torch's would pass for tokens 0 and 1
     try:
         return index(value)
     except (TypeError, ValueError):
@@ -450,7 +450,7 @@ TOKEN_PARAMS = tuple(f.name for f in fields(SamplingParams) if f.metadata["read"
 
 def _short(value: Any) -> str:
     """For a message: a value of any size takes a line."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if getattr(value, "shape", ()) and hasattr(value, "dtype"):
         return f"an array of {value.dtype} {list(value.shape)}"
     try:
         text = repr(value)

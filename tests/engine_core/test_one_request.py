@@ -289,3 +289,12 @@ def test_integers_are_pythons_numpys_or_torchs() -> None:
     assert all(type(number) is int for number in kept)  # what goes over a wire
     with pytest.raises(InvalidRequest, match=r"max_tokens must be an integer, or None, got 4\.0"):
         SamplingParams(max_tokens=4.0)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"n must be an integer, got np\.float64\(4\.0\)"):
+        SamplingParams(n=np.float64(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("of", [list, np.array, torch.tensor])
+def test_a_mask_over_the_vocabulary_is_not_taken_for_tokens(of) -> None:
+    for name in ("allowed_token_ids", "stop_token_ids"):
+        with pytest.raises(InvalidRequest, match=f"{name} must be integers"):
+            SamplingParams.from_dict({name: of([False, True, True])})
