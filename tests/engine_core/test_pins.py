@@ -46,6 +46,17 @@ def test_a_group_finishes_on_its_version_and_new_requests_run_on_the_new_one(sta
     assert again.num_cached_tokens == 16  # of the new one, and of nobody that was pinned
 
 
+def test_samples_that_wait_are_pinned_also_when_those_that_began_have_ended(start: Start) -> None:
+    core = start(max_num_seqs=1)
+    sink = held(core, 3, n=3, seed=1, max_tokens=3)  # the first has ended, at this very boundary
+    assert [sample.finish_reason for sample in sink.items[-1].outputs] == ["length", None, None]
+    pin(core, 1)
+    core.control.resume().result()
+    for sample in sink.results()["a"].outputs:
+        assert sample.token_ids == continuation(PROMPT, 3)
+        assert {span.version for span in (*sample.weight_versions, *sample.kv_spans)} == {0}
+
+
 def test_both_versions_step_in_turns_while_a_pin_lasts(start: Start) -> None:
     core = start(num_kv_blocks=160)  # room for both
     sink = held(core, 3, max_tokens=200)

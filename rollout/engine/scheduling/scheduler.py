@@ -205,9 +205,10 @@ class Scheduler:
             self._sort_lanes()
 
     def begun(self) -> list[Sequence]:
-        """Live sequences of requests of which any sample was ever admitted."""
-        requests = {seq.request_id for seq in self.sequences() if seq.num_cached_tokens >= 0}
-        return [seq for seq in self.sequences() if seq.request_id in requests]
+        """Live sequences of requests of which any sample was ever admitted, also one that ended."""
+        heaps = [lane.fresh for lane in self._lanes.values()]
+        fresh = {s.request_id for heap in heaps for _, s in heap if s.status is Status.WAITING}
+        return [seq for seq in self.sequences() if seq.request_id not in fresh]
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` if the bookkeeping and the sequences disagree."""
