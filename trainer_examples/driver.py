@@ -35,10 +35,7 @@ def example(file: str, about: str, kind: type, **settings: Any) -> int:
 
         rank_main(kind)
         return 0
-    try:
-        return drive(Path(file), about, **settings)
-    except KeyboardInterrupt:
-        return 130
+    return drive(Path(file), about, **settings)
 
 
 def drive(script: Path, about: str, goal: float = 0.8, gain: float = 2.0, **defaults: Any) -> int:

@@ -43,8 +43,9 @@ def python_child(script: Path, log: Path, *arguments: str) -> Iterator[subproces
 
 
 def end_in_order() -> None:
-    """SIGTERM then ends this process as Ctrl-C does: with its children and its scratch folder."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Ctrl-C and SIGTERM then end this process with its children and its scratch folder."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def end_with_parent() -> None:
@@ -99,6 +100,7 @@ def _ready_address(process: subprocess.Popen[str], log: Path) -> str:
     """The gRPC address in the line ``ready http=HOST:PORT grpc=HOST:PORT``."""
     assert process.stdout is not None
     timer = threading.Timer(READY_LIMIT, process.kill)
+    timer.daemon = True  # whoever is told to end meanwhile does not wait for it
     timer.start()
     line = process.stdout.readline()
     timer.cancel()

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,30 +54,56 @@ def run(name: str, *arguments: str) -> dict[str, Any]:
     return summary
 
 
-def test_an_example_that_is_told_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
-    scratch, start = tmp_path / "scratch", tmp_path / "start"
-    scratch.mkdir()
-    save_checkpoint(make_model(layers=1), start)
-    small = ("--prompts", "8", "--samples", "2", "--minibatches", "1", "--steps", "10000")
-    process = subprocess.Popen(
-        [
-            *(sys.executable, str(EXAMPLES / "async_grpo.py"), *small),
-            *("--start", str(start), "--output", str(tmp_path / "output")),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
-    )
-    try:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_example_that_is_told_to_end_leaves_nothing_behind(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with started(tmp_path) as process:
         assert process.stdout is not None
         assert any(line.startswith("step 1 ") for line in process.stdout)
-        assert any(scratch.glob("tmp*"))
-        process.terminate()
-        assert process.wait(60) == 143
+        assert any((tmp_path / "scratch").glob("tmp*"))
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert not any((tmp_path / "scratch").glob("tmp*"))
+
+
+def test_an_example_that_is_told_to_end_does_not_wait_for_a_service_that_starts(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path) as process:
+        end = time.monotonic() + 60
+        while not any((tmp_path / "scratch").glob("tmp*/service.log")):
+            assert time.monotonic() < end, "no service was started"
+            time.sleep(0.01)
+        time.sleep(0.2)  # the example waits for its first line by now
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not any((tmp_path / "scratch").glob("tmp*"))
+
+
+@contextmanager
+def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The asynchronous example, for many steps, with ``scratch`` for its temporary files."""
+    (tmp_path / "scratch").mkdir()
+    save_checkpoint(make_model(layers=1), tmp_path / "start")
+    small = ("--prompts", "8", "--samples", "2", "--minibatches", "1", "--steps", "10000")
+    where = ("--start", str(tmp_path / "start"), "--output", str(tmp_path / "output"))
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "async_grpo.py"), *small, *where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "scratch")},
+    )
+    try:
+        yield process
     finally:
         process.kill()
         process.communicate()
-    assert not any(scratch.glob("tmp*"))
 
 
 def check_difference(summary: dict[str, Any]) -> None:
