@@ -6,8 +6,9 @@ No service: every rank trains with FSDP2 and is a tensor-parallel rank of one en
 the same calls. While the trainer learns the engine sleeps, its weights and KV cache given back; an
 update brings the weights, from shard to shard, and then the cache wakes.
 
-Exit status 0: the reward at least doubled and is above 0.8, the version moved once a step, and
-trainer and rollout agreed on the logprob of every sampled token to 1e-4. Else 1.
+Exit status 0: the reward at least doubled (or reached 0.9 from a --start that is too good for that)
+and is above 0.8, the version moved once a step, and trainer and rollout agreed on the logprob of
+every sampled token to 1e-4. Else 1, and each goal that was missed is named.
 """
 
 from __future__ import annotations

@@ -12,14 +12,13 @@ pointing at `rollout serve --logprobs-mode processed_logprobs`. TRL then also co
 the difference between its own logprobs and the service's, which it ignores with a `rollout_func`.
 But its trainer must have vLLM installed, and sends weights over NCCL from a CUDA device alone.
 
-Exit status 0: the expected reward rose by a fifth at least, every step was sampled with the weights
-that the step before left, and the service ends with the trainer's weights. Else 1.
+Exit status 0: the expected reward rose by a fifth at least (or to 0.9), every step was sampled with
+the weights that the step before left, and the service ends with the trainer's weights. Else 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -44,7 +43,7 @@ from addition_task import (
 )
 from addition_task import reward as reward_of
 from datasets import Dataset
-from driver import TOO_FEW_SAMPLES
+from driver import TOO_FEW_SAMPLES, judged, wanted_reward
 from processes import DemoError, end_in_order, rollout_service
 from trl import GRPOConfig, GRPOTrainer
 
@@ -99,11 +98,7 @@ def main() -> int:
         except DemoError as error:
             print(f"grpo_trl: {error}", file=sys.stderr)
             return 1
-    missed = [] if args.no_goals else missed_goals(summary)
-    for goal in missed:
-        print(f"goal missed: {goal}", file=sys.stderr)
-    print(json.dumps(summary), flush=True)
-    return 1 if missed else 0
+    return judged(summary, [] if args.no_goals else missed_goals(summary))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -184,8 +179,9 @@ def make_trainer(args: argparse.Namespace, model: Any, sampler: Sampler, out: Pa
 
 def missed_goals(summary: dict[str, Any]) -> list[str]:
     first, last = summary["reward_first"], summary["reward_last"]
+    wanted = wanted_reward(first, gain=1.2)
     goals = {
-        f"the expected reward rose by a fifth: {first} to {last}": last >= 1.2 * first,
+        f"the expected reward {last} is at least {wanted:.4f} after {first}": last >= wanted,
         "each step was sampled with its own version": summary["sampled_with"]
         == list(range(1, summary["steps"] + 1)),
         "the service ends with the trainer's weights": summary["weights_equal"],

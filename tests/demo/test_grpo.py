@@ -19,7 +19,7 @@ from addition_task import (
     save_checkpoint,
     warm_up,
 )
-from driver import missed_goals
+from driver import GOOD, missed_goals, wanted_reward
 from grpo import (
     Sample,
     advantages,
@@ -122,3 +122,15 @@ def test_each_goal_can_be_missed() -> None:
     assert len(missed_goals(good | {"version_last": 99})) == 1
     assert len(missed_goals(good | {"max_logprob_diff": 2e-4})) == 1
     assert len(missed_goals(good | {"max_logprob_diff": 1e-7, "deterministic": True})) == 1
+
+
+@pytest.mark.parametrize("gain", [1.2, 1.5, 2.0])
+def test_a_start_that_is_too_good_to_grow_so_much_can_meet_the_goals(gain: float) -> None:
+    assert wanted_reward(0.38, gain) == gain * 0.38
+    summary = {"steps": 1, "version_first": 0, "version_last": 1, "weights_equal": True}
+    summary["max_logprob_diff"] = 1e-6
+    for first, last in ((0.81, GOOD), (0.95, 0.95), (1.0, 1.0)):
+        reached = summary | {"reward_first": first, "reward_last": last}
+        assert missed_goals(reached, gain=gain) == []
+        # Still, it must not fall, nor stay where there is more to learn.
+        assert len(missed_goals(reached | {"reward_last": last - 0.01}, gain=gain)) == 1
