@@ -8,9 +8,9 @@ the last calls brought. So while version v + 1 is learnt, samples of v (and, whe
 into a call, of both) are on their way. The spans of a completion say which of its tokens are older
 than the trainer's weights. Those weigh exp(trainer - sampler), at most 2, as in decoupled PPO
 (https://arxiv.org/abs/2505.24298); the others must agree with the trainer to 1e-4, and weigh 1.
-A token of a version that this trainer has not made is an error. The service may be an engine or a
-fleet, whose members come and go meanwhile (benchmarks/async_fleet.py). Exit status: as
-grpo_fsdp2.py's, where half as much again as the first reward, and above 0.7, is enough.
+A token of a version that this trainer has not made is an error. The service may be a fleet, whose
+members come and go meanwhile (benchmarks/async_fleet.py). Exit status: as grpo_fsdp2.py's, but half
+as much again as the first reward, and above 0.7, is enough.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class AsyncTrainer:
     def __init__(self, checkpoint: Path, address: str, args: argparse.Namespace) -> None:
         self._args = args
         self.model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=float32)
-        parameters = self.model.parameters()
-        self._optimizer = AdamW(parameters, lr=args.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        self._optimizer = AdamW(self.model.parameters(), args.lr, (0.9, 0.99), weight_decay=0.0)
         self.rollout = Rollout.connect(address)
         self.version = self.rollout.weight_version
         self.made, self.ages = {self.version}, Counter[int]()
@@ -177,10 +176,12 @@ def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, 
 
 
 def main() -> int:
-    defaults = {"output": Path("demo_output/async_grpo"), "lr": 2e-4}
+    defaults = {"output": Path("demo_output/async_grpo"), "ranks": 1}
     args = parse_arguments(__doc__ or "", defaults, FLAGS)
     if args.address and args.start is None:
         sys.exit("--address needs --start, the checkpoint that the service was started from")
+    if args.ranks > 1 or args.deterministic:
+        sys.exit("one process trains here, by torch's ops: leave out --ranks and --deterministic")
     end_in_order()
     start = time.perf_counter()
     make_output(args.output)

@@ -115,6 +115,8 @@ def parse_arguments(
     ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.replicas > 1 and not args.service:
+        parser.error("--replicas: the trainer's ranks are the one engine of this example")
     if args.samples < args.fewest_samples:
         parser.error(TOO_FEW_SAMPLES)
     if args.start is not None and not (args.start / "config.json").is_file():

@@ -203,6 +203,30 @@ def test_one_sample_of_a_prompt_is_refused_before_anything_is_trained(
     assert parse_arguments("", {"fewest_samples": 1}).samples == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "main"),
+    [
+        (("--replicas", "2"), lambda: drive(Path("grpo.py"), "", service=False)),
+        (("--ranks", "2"), async_grpo.main),
+        (("--deterministic",), async_grpo.main),
+    ],
+)
+def test_a_flag_that_an_example_has_no_use_for_is_refused(
+    flags: tuple[str, ...],
+    main: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the tests' own
+    output = tmp_path / "output"
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--output", str(output), *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert flags[0] in f"{ended.value.code} {capsys.readouterr().err}"
+    assert not output.exists()
+
+
 @pytest.mark.parametrize("drive", [lambda: drive(Path("grpo.py"), ""), async_grpo.main])
 def test_an_output_that_cannot_be_made_is_said_in_a_line(
     drive: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
