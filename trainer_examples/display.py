@@ -56,10 +56,12 @@ def mean_reward(row: Row) -> float:
     return float(row["correct"] / row["samples"])
 
 
-def draw(rows: list[Row], path: Path, name: str) -> None:
-    """Reward over steps, and each update's stall under it, as a PNG."""
-    import matplotlib
-
+def draw(rows: list[Row], path: Path, name: str) -> str:
+    """Reward over steps, and each update's stall under it, as a PNG; what to say of it."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no picture: it needs matplotlib (pip install -c constraints.txt -e '.[demo]')"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -75,6 +77,7 @@ def draw(rows: list[Row], path: Path, name: str) -> None:
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+    return f"saved the picture {path}"
 
 
 def _table(rows: list[Row]) -> Table:

@@ -56,9 +56,8 @@ def drive(script: Path, about: str, goal: float = 0.8, gain: float = 2.0, **defa
             print(f"demo: {error}", file=sys.stderr)
             return 1
     summary["seconds"] = round(time.perf_counter() - start, 1)
-    picture = args.output / "reward.png"
-    draw(display.rows, picture, script.stem)
-    print(f"saved the picture {picture} and the checkpoint {args.output / 'checkpoint'}")
+    print(f"saved the checkpoint {args.output / 'checkpoint'}")
+    print(draw(display.rows, args.output / "reward.png", script.stem))
     return judged(summary, [] if args.no_goals else missed_goals(summary, goal, gain))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from addition_task import (
     save_checkpoint,
     warm_up,
 )
+from display import draw
 from driver import GOOD, missed_goals, wanted_reward
 from grpo import (
     Sample,
@@ -134,3 +137,11 @@ def test_a_start_that_is_too_good_to_grow_so_much_can_meet_the_goals(gain: float
         assert missed_goals(reached, gain=gain) == []
         # Still, it must not fall, nor stay where there is more to learn.
         assert len(missed_goals(reached | {"reward_last": last - 0.01}, gain=gain)) == 1
+
+
+def test_without_matplotlib_there_is_no_picture_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert draw([], tmp_path / "reward.png", "grpo").startswith("no picture: it needs matplotlib")
+    assert not any(tmp_path.iterdir())
