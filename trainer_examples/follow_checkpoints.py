@@ -80,7 +80,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-goals", action="store_true", help="exit with 0 whatever was learnt")
     args = parser.parse_args()
     if args.output.exists():
-        parser.error(f"{args.output} exists; its checkpoints would be followed, too")
+        parser.error(
+            f"--output {args.output} exists, and would be followed: remove it, or name another"
+        )
     return args
 
 
