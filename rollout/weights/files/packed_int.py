@@ -77,7 +77,7 @@ class PackedIntFiles:
 
     def __init__(self, files: Files, directory: Path) -> None:
         self._files = files
-        packed = _config(directory / "config.json")
+        packed = quantization_config(directory / "config.json") or {}
         self._linears: dict[str, PackedLinear] = {}
         left_out: set[str] = set()
         for name in files.metadata():
@@ -156,6 +156,24 @@ class PackedIntFiles:
 def is_packed_int(metadata: Mapping[str, TensorMeta]) -> bool:
     """Whether codes of such linears are among these."""
     return any(name.endswith((QWEIGHT, WEIGHT_PACKED)) for name in metadata)
+
+
+def quantization_config(config: Path) -> Mapping[str, Any] | None:
+    """What a ``config.json`` says of its files' codes, if there is one and it does.
+
+    Raises ``ConfigError``, also where it rotates weights (``refuse_turned``).
+    """
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config} cannot be read as JSON: {error}") from error
+    packed = values.get("quantization_config") if isinstance(values, Mapping) else None
+    if not isinstance(packed, Mapping):
+        return None
+    refuse_turned(packed, str(config))
+    return packed
 
 
 def refuse_turned(packed: Mapping[str, object], file: str) -> None:
@@ -337,17 +355,3 @@ def _group(size: object, inputs: int) -> int:
 
 def _with(numbers: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
     return (*numbers[:axis], value, *numbers[axis + 1 :])
-
-
-def _config(config: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{config} cannot be read as JSON: {error}") from error
-    packed = values.get("quantization_config") if isinstance(values, Mapping) else None
-    if not isinstance(packed, Mapping):
-        return {}
-    refuse_turned(packed, str(config))
-    return packed

@@ -3,7 +3,6 @@ or as their codes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from rollout.weights.files.packed_int import (
     ACTIVATIONS,
     COMPRESSED,
     is_packed_config,
-    refuse_turned,
+    quantization_config,
 )
 from rollout.weights.packed_rows import (
     CODES,
@@ -148,17 +147,8 @@ def _has_codes(meta: TensorMeta) -> bool:
 
 def _block_sizes(config: Path) -> tuple[Block | None, ...]:
     """What a ``config.json`` says, or all that may be; None: scales are for rows or tensors."""
-    try:
-        values = json.loads(config.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None, BLOCK
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{config} cannot be read as JSON: {error}") from error
-    packed = values.get("quantization_config") if isinstance(values, Mapping) else None
-    if not isinstance(packed, Mapping):
-        return None, BLOCK
-    refuse_turned(packed, str(config))
-    return (block_size(packed, str(config)),)
+    packed = quantization_config(config)
+    return (None, BLOCK) if packed is None else (block_size(packed, str(config)),)
 
 
 def scheme_name(packed: Mapping[str, object] | None, file: str) -> str:
