@@ -264,7 +264,13 @@ class BlockManager:
             return
         if seq.kv_spans.single_version() != self.version_of(seq):
             return
-        parent = seq.chain_hash or root
+        seq.chain_hash = self._hash_blocks(seq, seq.chain_hash or root, full)
+        seq.hashed_blocks = full
+
+    def _hash_blocks(self, seq: Sequence, parent: bytes, full: int) -> bytes:
+        """Of those before ``full`` the ones that have no hash yet, behind ``parent``'s; the last
+        one's.
+        """
         for index in range(seq.hashed_blocks, full):
             block_id = seq.block_table[index]
             block = self._blocks[block_id]
@@ -273,8 +279,7 @@ class BlockManager:
             block.parent = parent
             block.hash = parent = chained(parent, block.tokens)
             self._by_hash.setdefault(parent, block_id)
-        seq.hashed_blocks = full
-        seq.chain_hash = parent
+        return parent
 
     def next_digest(self, seq: Sequence) -> bytes | None:
         """By what ``publish`` will make the next full block of ``seq`` addressable, if it will."""

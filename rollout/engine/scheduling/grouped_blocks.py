@@ -151,14 +151,8 @@ class GroupedBlockManager(BlockManager):
             child.hashed_blocks = count
             child.chain_hash = self._blocks[parent.block_table[count]].parent
 
-    def publish(self, seq: Request) -> None:
-        full = seq.num_computed // self.block_size
-        root = self._root_of(seq)
-        if full == seq.hashed_blocks or not root:
-            return
-        if seq.kv_spans.single_version() != self.version_of(seq):
-            return
-        parent, tables = seq.chain_hash or root, [*_tables(seq)]
+    def _hash_blocks(self, seq: Request, parent: bytes, full: int) -> bytes:
+        tables = [*_tables(seq)]
         for index in range(seq.hashed_blocks, full):
             start = index * self.block_size
             tokens = seq.cache_ids(start, start + self.block_size)
@@ -171,8 +165,7 @@ class GroupedBlockManager(BlockManager):
                 block.hash = _address(digest, group)
                 self._by_hash.setdefault(block.hash, table[index])
             parent = digest
-        seq.hashed_blocks = full
-        seq.chain_hash = parent
+        return parent
 
     def release(self, seq: Request) -> None:
         for gone, table in zip(seq.gone, _tables(seq), strict=True):
