@@ -66,6 +66,15 @@ def engine(request, base) -> Iterator[Rollout]:
         yield rollout
 
 
+def over_another(model):
+    """``model``, whose base is another one now; its factors are what they were."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                parameter.mul_(1.01)
+    return model
+
+
 def said(rollout: Rollout, adapter: str | None) -> Any:
     outputs = rollout.generate(PROMPTS, SamplingParams(adapter=adapter, **GREEDY))
     found = [output.outputs[0] for output in outputs]
@@ -307,11 +316,7 @@ def test_base_and_adapter_change_at_one_commit_and_go_back_together(engine, base
     first = adapted(base, 8)
     engine.update_weights(first, adapters={"math": first})
     old = said(engine, None), said(engine, "math")
-    second = adapted(base, 10)
-    with torch.no_grad():
-        for name, parameter in second.named_parameters():
-            if "lora_" not in name:
-                parameter.mul_(1.01)
+    second = over_another(adapted(base, 10))
     receipt = engine.update_weights(second, adapters={"math": second})
     assert set(receipt.adapters) == {"math"}
     assert receipt.num_tensors == 2 * 3 * 2 + len(engine.weight_info().tensors)
@@ -326,11 +331,7 @@ def test_base_and_adapter_change_at_one_commit_and_go_back_together(engine, base
 
 
 def test_pins_last_beside_a_commit_of_adapters_alone_which_waits_for_none(engine, base) -> None:
-    first, second = adapted(base, 14), adapted(base, 15)
-    with torch.no_grad():
-        for name, parameter in second.named_parameters():
-            if "lora_" not in name:
-                parameter.mul_(1.01)
+    first, second = adapted(base, 14), over_another(adapted(base, 15))
     old = engine.update_weights(first, adapters={"math": first}).version
     long = SamplingParams(adapter="math", temperature=0, max_tokens=60, ignore_eos=True)
     alone = engine.generate([PROMPTS[0]], long)[0].outputs[0]
@@ -371,11 +372,7 @@ def test_pins_last_beside_a_commit_of_adapters_alone_which_waits_for_none(engine
 
 def test_a_pinned_base_is_never_with_an_adapter_that_is_newer(engine, base) -> None:
     """Of a pinned group: what waits to begin, and what joins it after another adapter's commit."""
-    first, second = adapted(base, 17), adapted(base, 18)
-    with torch.no_grad():
-        for name, parameter in second.named_parameters():
-            if "lora_" not in name:
-                parameter.mul_(1.01)
+    first, second = adapted(base, 17), over_another(adapted(base, 18))
     old = engine.update_weights(first, adapters={"math": first}).version
     was = said(engine, "math")
     long = SamplingParams(
