@@ -33,7 +33,7 @@ Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT)]  # seconds
 
 
 class AbortBody(BaseModel):
-    """``request_ids`` absent or null: every request."""
+    """``request_ids`` absent, null or empty: every request, as vLLM has it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -92,9 +92,10 @@ async def reset_prefix_cache(
 
 
 @routes.on("POST", "/abort_requests", Access.CONTROL)
+@routes.on("POST", "/inference/v1/abort_requests", Access.CONTROL)
 async def abort_requests(rollout: Engine, body: AbortBody | None = None) -> dict[str, Any]:
     ids = body.request_ids if body else None
-    return {"aborted": await rollout.abort(ids)}
+    return {"aborted": await rollout.abort(ids or None)}
 
 
 @routes.on("POST", "/pause", Access.CONTROL)
