@@ -192,10 +192,14 @@ class CausalLM(Model):
 
     def after_load(self) -> None:
         """Re-derive everything derived from parameters, in place; called after every load."""
-        for module in self.modules():
-            if isinstance(module, Layer):
-                module.after_load()
+        for layer in self._own_layers:
+            layer.after_load()
         self.contents_moved()
+
+    @functools.cached_property
+    def _own_layers(self) -> list[Layer]:
+        """Looked for after the first load; none comes or goes then."""
+        return [module for module in self.modules() if isinstance(module, Layer)]
 
     def contents_moved(self) -> None:
         if self.adapters is not None:

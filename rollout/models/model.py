@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError
+from rollout.kernels import digest_regions
 from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
@@ -148,6 +149,8 @@ class Model(nn.Module):
 
     def written_digests(self) -> list[tuple[WeightSlot, int]]:
         """Of each quantised slot ``live_digest`` as it was when it was written."""
+        if not self.table.quantized:
+            return []
         io = self._quantized_io()
         return [(slot, io.recorded(slot)) for slot in self.table.quantized]
 
@@ -175,13 +178,13 @@ class Model(nn.Module):
         """As ``digest_slot`` of many, and how many of each one's values are NaN or infinite; on a
         device in few launches.
         """
-        io = SlotIO(self.table, self.storages(), tables=self.region_tables)
         key = tuple(map(id, slots))  # those of the table, which live as long as it does
         if key not in self._regions:
             if len(self._regions) >= _MOST_REGIONS:
                 self._regions.clear()
-            self._regions[key] = io.regions(slots)
-        return io.digest_all(slots, self._regions[key])
+            self._regions[key] = SlotIO(self.table, self.storages()).regions(slots)
+        values, places = self._regions[key]
+        return digest_regions(values, places, self.region_tables) if values else []
 
     def _slot_io(self, slot: WeightSlot) -> SlotIO:
         return SlotIO(self.table, {slot.param: self.owner.get_parameter(slot.param).data})

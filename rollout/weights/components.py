@@ -25,8 +25,7 @@ def qualified(component: str, name: str) -> str:
 
 def component_of(name: str) -> str:
     """The component that a tensor of an update belongs to."""
-    component, mark, _ = name.partition(_MARK)
-    return component if mark else POLICY
+    return name.partition(_MARK)[0] if _MARK in name else POLICY
 
 
 def adapter_component(name: str) -> str:

@@ -12,7 +12,7 @@ SHAPES = ((3, 4), (5,))
 PLAN = WholePlan(("a", "b"), SHAPES, (), (), (), 0)
 
 
-def _known(lies: tuple[tuple[int, int, int], ...], sizes: list[int]) -> KnownBucket:
+def _known(lies: tuple[tuple[int, int], ...], sizes: list[int]) -> KnownBucket:
     dtypes = (torch.float32, torch.bfloat16)
     return KnownBucket(entries=(), sizes=sizes, lies=lies, dtypes=dtypes, plan=PLAN)
 
@@ -23,11 +23,11 @@ def _tensors() -> list[Tensor]:
 
 def test_a_region_is_the_tensor_itself_or_bytes_that_hold_it() -> None:
     a, b = _tensors()
-    known = _known(((0, 0, 48), (1, 0, 10)), [48, 10])
+    known = _known(((0, 0), (1, 0)), [48, 10])
     assert known.values([a, b]) == [a, b]
-    room = torch.zeros(64, dtype=torch.uint8)
+    room = torch.zeros(80, dtype=torch.uint8)[16:]
     room[:48], room[48:58] = a.view(-1).view(torch.uint8), b.view(torch.uint8)
-    together = _known(((0, 0, 48), (0, 48, 58)), [64])
+    together = _known(((0, 0), (0, 24)), [64])
     found = together.values([room])
     assert found is not None
     assert torch.equal(found[0], a)
@@ -37,7 +37,7 @@ def test_a_region_is_the_tensor_itself_or_bytes_that_hold_it() -> None:
 
 def test_other_regions_than_before_are_looked_at_anew() -> None:
     a, b = _tensors()
-    known = _known(((0, 0, 48), (1, 0, 10)), [48, 10])
+    known = _known(((0, 0), (1, 0)), [48, 10])
     raw = [x.view(-1).view(torch.uint8) for x in (a, b)]
     assert known.values([a]) is None
     assert known.values([a, torch.zeros(12, dtype=torch.uint8)]) is None

@@ -156,10 +156,11 @@ def _known(
         if (
             entry.region is None
             or entry.box != Box.full(entry.shape)
+            or entry.offset % entry.dtype.itemsize
             or _adapter(entry.name) != part
         ):
             return None
-        lies.append((entry.region, entry.offset, entry.offset + entry.nbytes))
+        lies.append((entry.region, entry.offset // entry.dtype.itemsize))
     names = [entry.name if part is None else own_name(entry.name) for entry in entries]
     plan = load.plan_whole(names)
     if plan is None:

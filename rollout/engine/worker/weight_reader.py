@@ -43,10 +43,11 @@ class WeightReader:
         for slots in _parts(wanted, 1 if alone else _AT_ONCE):
             with self.lock:
                 found = self._read(self._instance(live), slots, nonfinite is not None)
-            for slot, (value, bad) in zip(slots, found, strict=True):
+            sent = map(model.as_sent, slots) if model.table.quantized else slots
+            for slot, (value, bad) in zip(sent, found, strict=True):
                 if nonfinite is not None and bad:
-                    nonfinite.append((model.as_sent(slot), bad))
-                yield model.as_sent(slot), value
+                    nonfinite.append((slot, bad))
+                yield slot, value
 
     def live_digests(self, live: bool) -> list[tuple[WeightSlot, int]]:
         """Every quantised slot with the digest that its codes and scales had when written;

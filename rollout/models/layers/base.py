@@ -147,6 +147,8 @@ class Layer(nn.Module):
     def zero_padding(self) -> None:
         """Write the zeros that ``padding`` promises; no source ever writes there."""
         for name, spec in self.specs.items():
+            if not spec.padding:
+                continue
             storage = getattr(self, name).data
             for box in spec.padding:
                 if not storage.is_meta:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollout.kernels.digest.strides import row_major
 from rollout.models.weight_io.load import WholePlan
 
 ALIGNED = 16  # bytes: the longest element of any dtype
@@ -18,12 +19,12 @@ class KnownBucket:
     """Whole tensors in regions of the sender's memory, each checked when they came first.
 
     ``entries``: of the header, the same object whenever it comes again. ``sizes``: bytes of each
-    region. ``lies``: of each tensor its region, its first byte there, and behind its last.
+    region. ``lies``: of each tensor its region, and the first of its elements there.
     """
 
     entries: object
     sizes: Sequence[int]
-    lies: Sequence[tuple[int, int, int]]
+    lies: Sequence[tuple[int, int]]
     dtypes: Sequence[torch.dtype]
     plan: WholePlan
 
@@ -32,15 +33,24 @@ class KnownBucket:
         if len(regions) != len(self.sizes):
             return None
         found = []
-        for (index, start, stop), dtype, shape in zip(
+        elements: dict[tuple[int, torch.dtype], Tensor] = {}  # regions as ones of a dtype
+        for (index, first), dtype, shape in zip(
             self.lies, self.dtypes, self.plan.shapes, strict=True
         ):
             region = regions[index]
             if region.dtype == dtype and region.shape == shape:
                 found.append(region)  # the tensor itself
                 continue
-            flat = region.dtype == torch.uint8 and region.stride() == (1,)
-            if not flat or region.numel() != self.sizes[index] or region.data_ptr() % ALIGNED:
-                return None
-            found.append(region[start:stop].view(dtype).view(shape))
+            if (whole := elements.get((index, dtype))) is None:
+                if not self._is_flat(region, index):
+                    return None
+                size = dtype.itemsize
+                whole = elements[index, dtype] = region[: region.numel() // size * size].view(dtype)
+            at = whole.storage_offset() + first
+            found.append(whole.as_strided(shape, row_major(shape), at))
         return found
+
+    def _is_flat(self, region: Tensor, index: int) -> bool:
+        """Whether a region is bytes, as long as it was, and aligned for every dtype."""
+        flat = region.dtype == torch.uint8 and region.stride() == (1,)
+        return flat and region.numel() == self.sizes[index] and region.data_ptr() % ALIGNED == 0

@@ -48,13 +48,14 @@ class LoadReport:
 @dataclass(frozen=True, slots=True)
 class WholePlan:
     """Where whole tensors of these names go; ``targets``: as they lie in memory, ``takes``: of each
-    the index of its tensor, and the part of that which goes there (None: all of it).
+    the index of its tensor, the part of that which goes there, and the shape that it has there
+    (None: all of it, and its own).
     """
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     targets: tuple[Tensor, ...]
-    takes: tuple[tuple[int, tuple[slice, ...] | None], ...]
+    takes: tuple[tuple[int, tuple[slice, ...] | None, Shape | None], ...]
     params: tuple[str, ...]
     nbytes: int
 
@@ -121,7 +122,7 @@ class WeightLoad:
             return None
         shapes: list[Shape] = []
         targets: list[Tensor] = []
-        takes: list[tuple[int, tuple[slice, ...] | None]] = []
+        takes: list[tuple[int, tuple[slice, ...] | None, Shape | None]] = []
         params: dict[str, None] = {}
         nbytes = 0
         for index, name in enumerate(names):
@@ -139,8 +140,9 @@ class WeightLoad:
                 if (target := self._io.target(slot)) is None:
                     return None
                 targets.append(target)
-                whole = slot.take == Box.full(slot.shape)
-                takes.append((index, None if whole else slot.take.slices))
+                whole, shape = slot.take == Box.full(slot.shape), tuple(target.shape)
+                part, other = None if whole else slot.take.slices, shape != slot.take.shape
+                takes.append((index, part, shape if other else None))
                 params[slot.param] = None
                 nbytes += slot.take.numel * weight_dtype(name, self._dtype).itemsize
         return WholePlan(
@@ -157,11 +159,10 @@ class WeightLoad:
             plan.names
         ):
             return False
-        parts = (values[i] if part is None else values[i][part] for i, part in plan.takes)
-        sources = [
-            part if part.shape == target.shape else part.reshape(target.shape)
-            for part, target in zip(parts, plan.targets, strict=True)
-        ]
+        parts = (
+            (values[i] if part is None else values[i][part], shape) for i, part, shape in plan.takes
+        )
+        sources = [part if shape is None else part.reshape(shape) for part, shape in parts]
         if sources:
             with torch.no_grad():
                 self._io.copy(plan.targets, sources)

@@ -14,7 +14,6 @@ from rollout.kernels import (
     copy_into_box,
     copy_regions,
     digest,
-    digest_regions,
     scatter_indices,
 )
 from rollout.kernels.region_lines import LARGE
@@ -131,16 +130,6 @@ class SlotIO:
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
         values, shape, box = spec.layout.view(storage, spec.shape, slot.put, slot.shape, slot.take)
         return digest(values, shape, box, nonfinite)
-
-    def digest_all(
-        self, slots: Sequence[WeightSlot], regions: Regions | None = None
-    ) -> list[tuple[int, int]]:
-        """For each slot its digest, and how many values are NaN or infinite, in few launches.
-
-        ``regions``: theirs, where they are known.
-        """
-        values, places = self.regions(slots) if regions is None else regions
-        return digest_regions(values, places, self._tables) if values else []
 
     def regions(self, slots: Sequence[WeightSlot]) -> Regions:
         """Where the values of each slot lie, and what they are of its source."""

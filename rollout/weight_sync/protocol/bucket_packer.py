@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -32,6 +32,7 @@ class InPlaceHeaders:
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[object, BucketHeader]] = {}
+        self._placed: dict[int, tuple[BucketHeader, object, tuple[BucketEntry, ...]]] = {}
 
     def header(self, index: int, parts: Sequence[tuple[str, Tensor]]) -> BucketHeader:
         """Of whole tensors, each a region of its own."""
@@ -40,6 +41,17 @@ class InPlaceHeaders:
         if last is None or last[0] != key:
             last = self._last[index] = key, self._made(index, parts)
         return last[1]
+
+    def placed(
+        self, header: BucketHeader, places: Sequence[tuple[int, int]]
+    ) -> tuple[BucketEntry, ...]:
+        """The entries of such a header, each at the offset in the region that ``places`` says."""
+        last = self._placed.get(header.index)
+        if last is None or last[0] is not header or last[1] != places:
+            entries = zip(header.entries, places, strict=True)
+            made = tuple(replace(e, region=at, offset=offset) for e, (at, offset) in entries)
+            last = self._placed[header.index] = header, places, made
+        return last[2]
 
     def _made(self, index: int, parts: Sequence[tuple[str, Tensor]]) -> BucketHeader:
         entries = []
@@ -184,7 +196,7 @@ class BucketPacker:
         """
         assert not self._entries
         header = self._headers.header(self.num_buckets, parts)
-        regions = [tensor.detach() for _, tensor in parts]
+        regions = [tensor for _, tensor in parts]
         self.num_tensors += len(parts)
         self.num_bytes += sum(entry.nbytes for entry in header.entries)
         self.num_buckets += 1

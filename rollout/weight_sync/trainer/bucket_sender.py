@@ -20,7 +20,7 @@ from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.delta import CodedDelta
 from rollout.weight_sync.protocol.messages import BucketHeader, Seal
 from rollout.weight_sync.trainer.sources.base import Piece
-from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.trainer.transfer_stats import TransferStats, WireDtype
 from rollout.weight_sync.transports.base import Sender
 from rollout.weights import CASTABLE, Shape
 
@@ -87,7 +87,7 @@ class BucketSender:
         self, channel: WeightChannel, sender: Sender, stats: TransferStats, *,
         bucket_bytes: int, timeout: float, digests: bool = False, zero_copy: bool = False,
         joined: bool = False, small: bool = False,
-        wire: Callable[[str, torch.dtype], torch.dtype] | None = None,
+        wire: WireDtype | None = None,
         headers: InPlaceHeaders | None = None,
     ) -> None:  # fmt: skip
         self._channel, self._sender, self._stats = channel, sender, stats
@@ -170,7 +170,8 @@ class BucketSender:
 
     def _add_staying(self, items: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in items:
-            self._ship_all(self._where_it_lies(name, tensor))
+            if self._put_aside(name, tensor):
+                self._announce_in_place()
 
     def exchange(self) -> None:
         return None
@@ -247,13 +248,17 @@ class BucketSender:
         return self._packer.add(name, part.values, (part.shape, part.box))
 
     def _where_it_lies(self, name: str, tensor: Tensor) -> Packed:
-        self._left.append((name, tensor))
-        self._left_bytes += tensor.nbytes
         self._stays = False
-        self.read_in_place += 1
-        if self._left_bytes >= IN_PLACE_BYTES:
+        if self._put_aside(name, tensor):
             yield from self._packer.flush()
             self._announce_in_place()
+
+    def _put_aside(self, name: str, tensor: Tensor) -> bool:
+        """To be announced with others; whether there is enough of it by now."""
+        self._left.append((name, tensor))
+        self._left_bytes += tensor.nbytes
+        self.read_in_place += 1
+        return self._left_bytes >= IN_PLACE_BYTES
 
     def _announce_in_place(self) -> None:
         """Have what was put aside digested, announced and read; nothing else is under way here."""
@@ -267,7 +272,7 @@ class BucketSender:
         self._stats.digest_in_place(header, tensors, self._wire)
         started = time.perf_counter()
         self._sender.in_place(self._channel, header, regions)
-        self._count(header, sum(entry.nbytes for entry in header.entries), started)
+        self._count(header, sum(tensor.nbytes for tensor in tensors), started)
 
     def _reads_in_place(self, tensor: Tensor) -> bool:
         """Whether the engine, in this process, is to read the tensor where it lies."""
@@ -315,7 +320,8 @@ class BucketSender:
     def _count(self, header: BucketHeader, nbytes: int, started: float) -> None:
         stats = self._stats
         stats.num_buckets = header.index + 1
-        stats.changed += sum(entry.changed for entry in header.entries)
+        if not header.is_in_place:
+            stats.changed += sum(entry.changed for entry in header.entries)
         stats.wire_bytes += nbytes
         stats.transfer_seconds += time.perf_counter() - started
 

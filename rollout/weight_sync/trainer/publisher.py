@@ -54,7 +54,7 @@ def publish(
     by name, sent with ``obj``, or by themselves if it is None.
     """
     timeout, plans = options.timeout, plans or PlanCache()
-    stats = TransferStats(tables=plans.tables)
+    stats = TransferStats(tables=plans.tables, places=plans.places)
     found = _detected(obj, adapters or {}, plans)
     with ExitStack() as stack:
         stack.enter_context(quick_switches())

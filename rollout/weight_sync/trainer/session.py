@@ -249,6 +249,7 @@ class Opener:
             senders=streams if boxes is None else len(boxes.have),
             known="" if boxes is None else self.plans.wants_digest,
             staying=partial(self._staying, source, encoding),
+            headers=self.plans.headers,
         )
         with ExitStack() as undo:
             sender = transport.open(opening)

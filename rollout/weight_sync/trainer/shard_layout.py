@@ -22,6 +22,7 @@ from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard_plan import RankBoxes, gap, plan_rounds
 from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.trainer.transfer_stats import PlacesInPlace
 from rollout.weight_sync.transports.host import host_id
 from rollout.weights import Box, TensorMeta
 from rollout.wire.codec import from_plain, to_plain
@@ -80,7 +81,8 @@ class PlanCache:
 
     def __init__(self) -> None:
         self.tables = RegionTables()  # of what is digested where it lies on a device
-        self.headers, self.adapters = InPlaceHeaders(), KnownAdapters()
+        self.headers, self.places = InPlaceHeaders(), PlacesInPlace()  # of what is read there
+        self.adapters = KnownAdapters()
         self.wants_digest = ""  # as the engine gave it
         self._wants: Wants = ()
         self._found: ShardLayout | None = None

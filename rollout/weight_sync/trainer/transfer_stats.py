@@ -12,10 +12,30 @@ from torch import Tensor
 
 from rollout.kernels import DigestedAs, digest, digest_regions
 from rollout.kernels.region_table import RegionTables
-from rollout.weight_sync.protocol.digests import combine
+from rollout.weight_sync.protocol.digests import MASK, combine
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weights import Box, Shape
+
+WireDtype = Callable[[str, torch.dtype], torch.dtype]  # of a tensor's name and dtype
+
+
+class PlacesInPlace:
+    """What the tensors of buckets that are read where they lie are digested as: kept as long as
+    their headers are.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[BucketHeader, list[torch.dtype], list[DigestedAs]]] = {}
+
+    def of(self, header: BucketHeader, wire: WireDtype) -> list[DigestedAs]:
+        dtypes = [wire(entry.name, entry.dtype) for entry in header.entries]
+        last = self._last.get(header.index)
+        if last is None or last[0] is not header or last[1] != dtypes:
+            entries = zip(header.entries, dtypes, strict=True)
+            places = [DigestedAs(entry.shape, entry.box, dtype) for entry, dtype in entries]
+            last = self._last[header.index] = header, dtypes, places
+        return last[2]
 
 
 @dataclass(slots=True)
@@ -30,7 +50,9 @@ class TransferStats:
     gather_seconds: float = 0.0
     transfer_seconds: float = 0.0
     digest_seconds: float = 0.0
-    tables: RegionTables = field(default_factory=RegionTables)  # kept between updates
+    # kept between updates
+    tables: RegionTables = field(default_factory=RegionTables)
+    places: PlacesInPlace = field(default_factory=PlacesInPlace)
 
     def digest(self, name: str, values: Tensor, shape: Shape, box: Box) -> None:
         started = time.perf_counter()
@@ -46,14 +68,13 @@ class TransferStats:
         self,
         header: BucketHeader,
         tensors: Sequence[Tensor],
-        wire: Callable[[str, torch.dtype], torch.dtype],
+        wire: WireDtype,
     ) -> None:
         """The digests of a bucket's whole tensors, on one device, each once it is cast to what
         ``wire`` says of its name and dtype.
         """
         started = time.perf_counter()
-        places = [DigestedAs(e.shape, e.box, wire(e.name, e.dtype)) for e in header.entries]
-        found = digest_regions(tensors, places, self.tables)
+        found = digest_regions(tensors, self.places.of(header, wire), self.tables)
         for entry, (value, _) in zip(header.entries, found, strict=True):
             self.digests[entry.name, entry.box] = value
         self.digest_seconds += time.perf_counter() - started
@@ -73,7 +94,10 @@ class TransferStats:
 
     def by_tensor(self) -> dict[str, int]:
         """The digests, added up over the boxes of each tensor."""
-        return combine([self._rows()])
+        found: dict[str, int] = {}
+        for (name, _), value in self.digests.items():  # boxes of one tensor share no element
+            found[name] = (found.get(name, 0) + value) & MASK
+        return found
 
     def report(self) -> dict[str, Any]:
         """What the first rank has to know of this one, JSON-able."""

@@ -9,7 +9,7 @@ moves its bytes; a rank posts its receive when it sees the announcement.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, TransferFailed
+from rollout.weight_sync.protocol.bucket_packer import InPlaceHeaders
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.messages import (
     Begun,
@@ -37,6 +38,7 @@ class Opening:
     reaches it, for transports that listen here. ``senders``: how many trainer ranks will send.
     ``known``: digest of the engine's requested boxes that the sender remembers. ``staying``: all
     tensors of the update, where none of them has to be gathered, compared or kept; else none.
+    ``headers``: of what was read where it lies in earlier updates.
     """
 
     info: WeightInfo
@@ -46,6 +48,7 @@ class Opening:
     senders: int = 1
     known: str = ""
     staying: Callable[[], Sequence[Tensor]] = tuple
+    headers: InPlaceHeaders = field(default_factory=InPlaceHeaders)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import TransferFailed
+from rollout.weight_sync.protocol.bucket_packer import InPlaceHeaders
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.messages import (
     Begun,
@@ -63,7 +64,7 @@ from rollout.weight_sync.transports.cuda_memory import (
     device_of,
     gpu_uuid,
     pack_handle,
-    size_of,
+    read_handle,
     tensor_at,
     unpack_handle,
     whole_pages,
@@ -142,7 +143,10 @@ class CudaIpc(Transport):
         return why_not(info)
 
     def open(self, opening: Opening) -> Sender:
-        return CudaIpcSender(opening.info, opening.bucket_bytes, opening.timeout, opening.staying)
+        return CudaIpcSender(
+            *(opening.info, opening.bucket_bytes, opening.timeout, opening.staying),
+            headers=opening.headers,
+        )
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
         offer_of(SharedAllocation, request)
@@ -168,15 +172,18 @@ class CudaIpcSender(Sender):
         bucket_bytes: int,
         timeout: float,
         staying: Callable[[], Sequence[Tensor]] = tuple,
+        headers: InPlaceHeaders | None = None,
     ) -> None:
         # A fleet tells of every rank that may map it.
         deals = "cards" in info.features
         self._ranks = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
         self._timeout, self._maps = timeout, "regions" in info.features
         self._reaches = frozenset(info.reaches)
+        self._headers = headers or InPlaceHeaders()
         self._mappers: Mappers | None = None
         self._kept: list[Tensor] = []  # the source's, which a member that was given up may read
-        self._given: list[tuple[int, Allocation, str]] = []  # handles given out, by start
+        self._starts: list[int] = []  # ascending: of the allocations whose handles were given out
+        self._given: list[tuple[Allocation, str]] = []
         self._uuids: dict[torch.device, str] = {}
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -258,24 +265,25 @@ class CudaIpcSender(Sender):
     ) -> None:
         """Announce where the tensors lie within the allocations around them."""
         handles: dict[str, int] = {}
-        entries = []
-        for entry, region in zip(header.entries, regions, strict=True):
+        places = []
+        for region in regions:
             around, handle = self._handle(region)
             at = handles.setdefault(handle, len(handles))
-            entries.append(replace(entry, region=at, offset=region.data_ptr() - around.start))
+            places.append((at, region.data_ptr() - around.start))
         for device in {region.device for region in regions}:
             torch.cuda.synchronize(device)  # a rank's stream knows nothing of ours
         self._unread.add(header.index)
         if self._mappers is not None:
             self._kept += regions
-        channel.bucket(replace(header, entries=tuple(entries), regions=tuple(handles)), None)
+        entries = self._headers.placed(header, places)
+        channel.bucket(replace(header, entries=entries, regions=tuple(handles)), None)
 
     def _handle(self, tensor: Tensor) -> tuple[Allocation, str]:
         """The allocation around a tensor, and its handle; ``TransferFailed`` where it has none."""
         start, size = tensor.data_ptr(), tensor.nbytes
-        at = bisect_right(self._given, start, key=lambda given: given[0])
+        at = bisect_right(self._starts, start)
         if at:
-            _, around, handle = self._given[at - 1]
+            around, handle = self._given[at - 1]
             if start + size <= around.start + around.nbytes:
                 return around, handle
         around = self._runtime.around(start)
@@ -288,7 +296,8 @@ class CudaIpcSender(Sender):
         with torch.cuda.device(tensor.device):
             raw = self._runtime.handle(around.start)
         handle = pack_handle(self._uuid(tensor.device), around.nbytes, self._secret, raw)
-        self._given.insert(at, (around.start, around, handle))
+        self._starts.insert(at, around.start)
+        self._given.insert(at, (around, handle))
         return around, handle
 
     def _uuid(self, device: torch.device) -> str:
@@ -335,6 +344,8 @@ class CudaIpcReceiver:
         self._limit = whole_pages(bucket_bytes)
         self._memory: Tensor | None = None
         self._mapped: dict[str, Tensor] = {}  # of the sender's own allocations, by handle
+        self._owners: dict[str, torch.device] = {}  # by UUID
+        self._reads: Any = None  # the stream on which this rank reads: the staging thread's
 
     def connect(self, timeout: float) -> None:
         shared = self._shared
@@ -347,16 +358,20 @@ class CudaIpcReceiver:
             uuid, handle = unpack_handle(shared.handle, size, shared.secret)
         except ValueError as error:
             raise self._refused(str(error)) from error
-        owner = device_of(uuid)
-        if owner is None:
-            raise self._refused(f"this rank does not see the GPU {uuid}")
+        owner = self._owner(uuid)
+        self._reads = torch.cuda.current_stream(self._device)
         with torch.cuda.device(owner):
-            mapped = _Mapped(handle, size, owner, self._flag, self._reads())
+            mapped = _Mapped(handle, size, owner, self._flag, self._reads)
             self._memory = torch.as_tensor(mapped, device=owner)
 
-    def _reads(self) -> Any:
-        """The stream on which this rank reads: the staging thread's."""
-        return torch.cuda.current_stream(self._device)
+    def _owner(self, uuid: str) -> torch.device:
+        """The GPU of this UUID, looked for once an update."""
+        if uuid not in self._owners:
+            found = device_of(uuid)
+            if found is None:
+                raise self._refused(f"this rank does not see the GPU {uuid}")
+            self._owners[uuid] = found
+        return self._owners[uuid]
 
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
         return half_of(self._memory, FLAGS, self._shared.half, header, self._rank)
@@ -373,15 +388,12 @@ class CudaIpcReceiver:
 
     def _map(self, text: str, memory: Tensor) -> Tensor:
         try:
-            size = size_of(text)
-            uuid, handle = unpack_handle(text, size, self._shared.secret)
+            uuid, size, handle = read_handle(text, self._shared.secret)
         except ValueError as error:
             raise self._refused(str(error)) from error
-        owner = device_of(uuid)
-        if owner is None:
-            raise self._refused(f"this rank does not see the GPU {uuid}")
+        owner = self._owner(uuid)
         with torch.cuda.device(owner):
-            region = _Region(handle, size, owner, memory, self._reads())
+            region = _Region(handle, size, owner, memory, self._reads)
             return torch.as_tensor(region, device=owner)
 
     def close(self) -> None:

@@ -155,23 +155,23 @@ def pack_handle(uuid: str, nbytes: int, secret: str, handle: bytes) -> str:
 
 def unpack_handle(text: str, nbytes: int, secret: str) -> tuple[str, bytes]:
     """(UUID, CUDA's handle) of memory of ``nbytes`` marked with ``secret``, else ``ValueError``."""
+    uuid, size, handle = read_handle(text, secret)
+    if size != nbytes:
+        raise ValueError(f"it has {size} bytes, announced were {nbytes}")
+    return uuid, handle
+
+
+def read_handle(text: str, secret: str) -> tuple[str, int, bytes]:
+    """(UUID, bytes of the memory, CUDA's handle) of what is marked with ``secret``, else
+    ``ValueError``.
+    """
     raw = bytes.fromhex(text)
     if len(raw) != _FORM.size:
         raise ValueError(f"a handle of {len(raw)} bytes, not {_FORM.size}")
     magic, uuid, size, marked, handle = _FORM.unpack(raw)
     if magic.rstrip(b"\0") != _MAGIC or not hmac.compare_digest(marked, bytes.fromhex(secret)):
         raise ValueError("it is not marked as this update's")
-    if size != nbytes:
-        raise ValueError(f"it has {size} bytes, announced were {nbytes}")
-    return str(UUID(bytes=uuid)), handle
-
-
-def size_of(text: str) -> int:
-    """The bytes that a handle says its memory has; ``ValueError`` where it is none."""
-    raw = bytes.fromhex(text)
-    if len(raw) != _FORM.size:
-        raise ValueError(f"a handle of {len(raw)} bytes, not {_FORM.size}")
-    return int(_FORM.unpack(raw)[2])
+    return str(UUID(bytes=uuid)), size, handle
 
 
 def whole_pages(nbytes: int) -> int:

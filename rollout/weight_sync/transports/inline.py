@@ -42,16 +42,19 @@ class InlineSender(Sender):
 
     def __init__(self, offer: StreamOffer | None = None) -> None:
         self.offer = asdict(offer or StreamOffer())
+        self._reads_on: torch.device | None = None  # the device of the rank in this process
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         channel.bucket(header, payload.cpu())
 
     def why_packed(self, channel: WeightChannel, tensor: Tensor) -> str | None:
-        on: str = getattr(channel, "reads_on", "")  # of an ``InPlaceChannel``
-        if not on:
-            return "no rank runs in this process"
-        if tensor.device != torch.device(on):
-            return f"it lies on {tensor.device}, the rank runs on {on}"
+        if self._reads_on is None:
+            on: str = getattr(channel, "reads_on", "")  # of an ``InPlaceChannel``
+            if not on:
+                return "no rank runs in this process"
+            self._reads_on = torch.device(on)
+        if tensor.device != self._reads_on:
+            return f"it lies on {tensor.device}, the rank runs on {self._reads_on}"
         return None if tensor.is_contiguous() else "it is not contiguous"
 
     def in_place(

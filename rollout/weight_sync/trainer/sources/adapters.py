@@ -6,6 +6,7 @@ model.layers.0.q_proj.lora_A.weight                          in a file, and as i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,5 +238,6 @@ def start_of(module: nn.Module) -> dict[str, Any]:
 
 def tuner_layers(obj: Any) -> Iterator[Any]:
     """PEFT's layers in a module, whatever it is wrapped in; none in anything else."""
-    modules = submodules(obj) if isinstance(obj, nn.Module) else ()
-    return (layer for layer in modules if is_peft(layer, "BaseTunerLayer"))
+    if "peft" not in sys.modules or not isinstance(obj, nn.Module):
+        return iter(())
+    return (layer for layer in submodules(obj) if is_peft(layer, "BaseTunerLayer"))

@@ -141,9 +141,8 @@ class Detected:
         else:
             group = group if group is not None else self.rank_group(timeout)
             before, known = prefixes or {}, frozenset(meta.name for meta in tensors)
-            naming = Naming(
-                *(aliases, dtype, lambda raw: placed(file_form(raw), before), schemes or {}, known)
-            )
+            name_of = (lambda raw: placed(file_form(raw), before)) if before else file_form
+            naming = Naming(aliases, dtype, name_of, schemes or {}, known)
             source = self._merged(naming, dtype, group, partial)
         spellings = Spellings.of({meta.name: meta.shape for meta in tensors}, spelled)
         if not spellings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -164,7 +165,9 @@ def named_weights(
     for prefix, owner in _beneath(module) if is_plain else module.named_modules():
         transient = owner._non_persistent_buffers_set
         for name, tensor in _own(owner, prefix):
-            if name.rsplit(".", 1)[-1] in transient or (id(tensor) in seen and not wants(name)):
+            if transient and name.rsplit(".", 1)[-1] in transient:
+                continue
+            if id(tensor) in seen and not wants(name):
                 continue
             seen.add(id(tensor))
             found.append((name, tensor))
@@ -211,6 +214,7 @@ def _placed(tensor: Tensor) -> Any:
     return None if spec is None else (spec.mesh, spec.placements, tuple(tensor.shape))
 
 
+@lru_cache(maxsize=1 << 16)  # every update asks for the same names
 def wire_dtype(name: str, dtype: torch.dtype, target: torch.dtype | None) -> torch.dtype:
     """What a tensor of ``dtype`` travels as: ``target`` (if any) for plain floats, else itself.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,38 +36,40 @@ from rollout.weights.quantization import Scheme
 from rollout.wire.frames import DTYPES
 
 _SENDABLE = frozenset(DTYPES.values())
+_LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]  # has no type
 _MOST = 12  # problems spelled out in one message
 
 
 def fault(tensor: Any) -> str | None:
     """Why the values of ``tensor`` cannot be sent and what to do, or None; reads none of them."""
-    if not isinstance(tensor, Tensor):
-        return f"is a {type(tensor).__name__}, not a tensor; leave it out"
-    if type(tensor).__name__ == "ShardedTensor":  # which refuses to be asked anything else
-        return (
-            "is a ShardedTensor, whose values are spread over ranks; pass the FSDP model itself, "
-            "on every rank"
-        )
+    kind: Any = type(tensor)
+    if (wrong := _fault_of_kind(kind)) is not None:
+        return wrong
     if hasattr(tensor, "ds_id") and not tensor.numel():
         return "is partitioned by ZeRO-3; pass the engine, or its module, on every rank"
     if getattr(tensor, "_is_flat_param", False):
         return "is what FSDP made of several tensors; pass the FSDP model itself, on every rank"
-    if torch.nn.parameter.is_lazy(tensor):
-        return "is not initialised yet; run a forward pass first"
     if tensor.is_meta:
         return "is on the meta device and holds no values; load or initialise it first"
-    if tensor.is_quantized or tensor.dtype not in _SENDABLE:
+    if tensor.dtype not in _SENDABLE:
         return f"has dtype {tensor.dtype}, which is not sent; convert it to a floating-point one"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"is not dense (layout {tensor.layout}); send its to_dense()"
-    if (kind := _subclass(tensor)) is not None:
-        return kind
     return memory_fault(tensor)
 
 
-def _subclass(tensor: Tensor) -> str | None:
-    """What is wrong with a tensor that is made of others, or of none."""
-    kind = type(tensor)
+@cache
+def _fault_of_kind(kind: type) -> str | None:
+    """What is wrong with every object of a class: no tensor, or one of others, or of none."""
+    if not issubclass(kind, Tensor):
+        return f"is a {kind.__name__}, not a tensor; leave it out"
+    if kind.__name__ == "ShardedTensor":  # which refuses to be asked anything else
+        return (
+            "is a ShardedTensor, whose values are spread over ranks; pass the FSDP model itself, "
+            "on every rank"
+        )
+    if issubclass(kind, _LAZY):
+        return "is not initialised yet; run a forward pass first"
     if kind.__name__ == "FakeTensor":
         return "is a FakeTensor and holds no values; make it outside of FakeTensorMode"
     if kind.__name__ == "DTensor":
@@ -107,9 +111,15 @@ def plain(tensor: Tensor) -> Tensor:
 
 def is_dtensor(obj: object) -> bool:
     """Whether ``obj`` is a DTensor; imports nothing."""
+    kind: Any = type(obj)
+    return _is_dtensor(kind)
+
+
+@cache
+def _is_dtensor(kind: type) -> bool:
     return any(
         cls.__name__ == "DTensor" and cls.__module__.startswith("torch.distributed.")
-        for cls in type(obj).__mro__
+        for cls in kind.__mro__
     )
 
 
@@ -156,8 +166,10 @@ class Incoming:
         found = self.inner.metadata()
         if found is None:
             return None
+        wire = [wire_dtype(meta.name, meta.dtype, self._dtype) for meta in found]
         return tuple(
-            TensorMeta(m.name, wire_dtype(m.name, m.dtype, self._dtype), m.shape) for m in found
+            meta if meta.dtype == dtype else replace(meta, dtype=dtype)
+            for meta, dtype in zip(found, wire, strict=True)
         )
 
     def pieces(self) -> Generator[Piece]:
@@ -235,6 +247,8 @@ class Incoming:
 
     def _check_dtype(self, name: str, tensor: Tensor) -> None:
         want = self._wanted.get(self._aliases.get(name, name))
+        if want is not None and want.dtype == tensor.dtype:
+            return
         if want is not None and is_packed(tensor.dtype, tuple(tensor.shape), want, self._schemes):
             return
         if (wrong := dtype_fault(tensor.dtype, self._dtype if want is None else want.dtype)) and (
