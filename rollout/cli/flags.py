@@ -164,6 +164,7 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
 def engine_flags(config: EngineConfig) -> list[str]:
     """The command line that makes these settings, the model aside."""
     words: list[str] = []
+    hints = get_type_hints(EngineConfig)
     for f in ENGINE_FLAGS:
         value = getattr(config, f.name)
         name = "--" + f.name.replace("_", "-")
@@ -171,6 +172,8 @@ def engine_flags(config: EngineConfig) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(name if value else name.replace("--", "--no-", 1))
+        elif _kind(hints[f.name]).get("type") is _json_object:
+            words += [name, json.dumps(value)]
         elif isinstance(value, tuple | Mapping):
             each = [f"{k}={v}" for k, v in value.items()] if isinstance(value, Mapping) else value
             words += [word for one in each for word in (name.removesuffix("s"), str(one))]

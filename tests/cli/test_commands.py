@@ -29,7 +29,7 @@ from serving import alive, descendants, serve
 from tiny_models import write_tiny
 
 from rollout import RequestOutput, Rollout, SamplingParams
-from rollout.cli.flags import ENGINE_FLAGS, engine_config
+from rollout.cli.flags import ENGINE_FLAGS, engine_config, engine_flags
 from rollout.cli.main import make_parser
 from rollout.cli.service import Up, _until, run_service
 from rollout.config import EngineConfig
@@ -81,6 +81,25 @@ def test_every_engine_setting_has_a_flag() -> None:
     assert config.weight_dirs == ("a", "b")
     assert not config.enable_prefix_caching
     assert config.block_size == EngineConfig(model="m").block_size
+
+
+def test_the_flags_that_engines_of_a_fleet_are_started_with_say_every_setting() -> None:
+    given: dict[str, object] = {
+        "hf_overrides": {"rope_theta": 5.0, "text_config": {"num_hidden_layers": 1}},
+        "components": {"draft": "a=b"},
+        "weight_dirs": ("a", "b"),
+        "cuda_graph_sizes": (1, 4),
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+        "trust_remote_code": True,
+        "max_staleness": 0,
+        "seed": -5,
+        "timeout": 0.5,
+        "tokenizer": "a b",
+    }
+    config = EngineConfig(model="m", **given)  # type: ignore[arg-type]
+    args = make_parser().parse_known(["serve", "m", *engine_flags(config)])
+    assert engine_config(args, model="m") == config
 
 
 def test_check_tells_what_serving_would_need(run: Run, tiny: Path) -> None:
