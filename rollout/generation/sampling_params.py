@@ -118,7 +118,7 @@ def _bias(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     try:
-        bias = {int(token): float(added) for token, added in value.items()}
+        bias = {_token(key): float(added) for key, added in value.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise ValueError("map token ids to numbers") from None
     if len(bias) > MAX_TOKEN_RULES:
@@ -126,6 +126,14 @@ def _bias(value: Any) -> dict[int, float] | None:
     if not all(-MAX_BIAS <= added <= MAX_BIAS for added in bias.values()):
         raise ValueError(f"be finite, within +-{MAX_BIAS:g}, for every token")
     return bias
+
+
+def _token(key: Any) -> int:
+    """Of a key, which JSON has as a text."""
+    token = int(key) if isinstance(key, str) else _integer(key)
+    if token is None:
+        raise ValueError
+    return token
 
 
 def _allowed(value: Any) -> tuple[int, ...] | None:

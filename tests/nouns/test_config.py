@@ -172,6 +172,8 @@ def test_an_unknown_sampling_parameter_names_the_nearest_known_one() -> None:
         {"stop": 5},
         {"stop_token_ids": 5},
         {"logit_bias": {"a": 1}},
+        {"logit_bias": {1.7: 1}},
+        {"logit_bias": {True: 1}},
         {"logit_bias": 5},
         {"logit_bias": {5: float("nan")}},
         {"logit_bias": {5: float("-inf")}},
