@@ -174,6 +174,12 @@ class EngineCore:
                 *(mib(reply["weight_bytes"]), reply["device"], reply["seconds"]),
             )
         log.info("memory %s; seed %d", self.memory, self.seed)
+        if self.max_model_len < served_length(config, longest):
+            log.warning(
+                "sequences end at %d tokens, not at the model's %d: the %d KV blocks hold no "
+                "longer one; raise num_kv_blocks or kv_cache_bytes, or set max_model_len",
+                *(self.max_model_len, longest, self.num_kv_blocks),
+            )
         if size.windows:
             log.info("windows: %s", size.windows)
 

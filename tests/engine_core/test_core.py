@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -487,6 +488,17 @@ def test_a_bad_configuration_is_refused_with_sizes_and_leaves_nothing(start: Sta
     assert start(num_kv_blocks=8).max_model_len == 32
     assert start(num_kv_blocks=None, kv_cache_bytes=2500).num_kv_blocks == 25
     assert start(num_kv_blocks=None, max_num_seqs=2).num_kv_blocks == 128
+
+
+def test_a_cache_that_cuts_the_longest_sequence_is_warned_of(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(num_kv_blocks=64, max_model_len=32)
+    start(num_kv_blocks=64)
+    assert not caplog.records
+    start(num_kv_blocks=8)
+    [record] = caplog.records
+    assert re.search(r"end at 32 tokens, not at the model's 256: .* raise", record.getMessage())
 
 
 def test_figures_count_what_happened(start: Start) -> None:
