@@ -132,6 +132,7 @@ async def test_a_dead_rank_is_neither_ready_nor_alive(model: Path) -> None:
             engine._async.backend.core._executor._links[0].process.kill()
             assert next(watch).status == NOT_SERVING
             assert await looks(engine, health) == ("dead", 503, False, 503, False)
+            assert engine.weight_info().state == "dead"
     assert await http(engine, "/health") == (503, "closed")
 
 

@@ -96,7 +96,7 @@ class Coordinator:
             epoch=self.engine.epoch,
             version=self.engine.version,
             label=self._label,
-            state="broken" if turn.state == "idle" and self.engine.broken else turn.state,
+            state=self._state,
             dtype=served.dtype,
             tensors=tuple(served.metadata.values()),
             components=served.components,
@@ -123,6 +123,14 @@ class Coordinator:
             adapter_digests=self.adapters.digests,
             merged=self.merged,
         )
+
+    @property
+    def _state(self) -> str:
+        if self.turn.state not in ("idle", "broken"):
+            return self.turn.state
+        if self.engine.state == "dead":
+            return "dead"
+        return "broken" if self.engine.broken else self.turn.state
 
     def wanted(self, request: UpdateRequest) -> dict[str, TensorMeta]:
         """All that may be sent in an update: the models' tensors, and its adapters'.

@@ -85,7 +85,7 @@ class WeightInfo:
     epoch: Digest
     version: Count
     label: Text | None
-    state: Text  # idle | staging | staged | prepared | committing | broken
+    state: Text  # idle | staging | staged | prepared | committing | broken | dead
     dtype: torch.dtype
     tensors: Many[TensorMeta]
     aliases: Table[Text]
