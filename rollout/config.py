@@ -474,13 +474,15 @@ def _text(name: str, value: Any) -> Any:
         value = str(value).removeprefix("torch.")
     if isinstance(value, EngineConfig):
         raise ConfigError(f"{name} is a text; settings are keywords: Rollout(**config.to_dict())")
-    if not isinstance(value, str | None) or (value is None and name == "model"):
+    if not isinstance(value, str | None) or (value is None and name in ("model", "load_format")):
         if name == "model" and hasattr(value, "state_dict"):
             raise ConfigError(
                 f"model must be a checkpoint directory or hub id, not a {type(value).__name__}: "
                 "start from its checkpoint (save_pretrained), then send it by update_weights"
             )
         raise ConfigError(f"{name} must be a text, got {value!r:.80}")
+    if value is not None and not value.strip():  # as a path it would be the working directory
+        raise ConfigError(f"{name} is empty: give it a value, or leave it out")
     return _DTYPES.get(value, value) if name in ("dtype", "head_dtype") and value else value
 
 

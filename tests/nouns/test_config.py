@@ -99,11 +99,22 @@ def test_every_spelling_of_others_leads_to_a_field_of_ours() -> None:
         {"gpu_memory_utilization": 90},
         {"lora_embeddings": True},
         {"lora_experts": True},
+        {"load_format": None},
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_by_name(setting) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         EngineConfig(model="m", **setting)
+
+
+@pytest.mark.parametrize("name", ["model", "tokenizer", "served_model_name", "journal"])
+def test_an_empty_text_is_no_setting(name: str) -> None:
+    """Of a shell's variable that is not set; as a path it would be the working directory."""
+    with pytest.raises(ConfigError, match=f"{name} is empty"):
+        EngineConfig(**{"model": "m", name: ""})
+    for dirs in ("", ["a", ""]):
+        with pytest.raises(ConfigError, match="weight_dirs is empty"):
+            EngineConfig(model="m", weight_dirs=dirs)  # type: ignore[arg-type]
 
 
 def test_a_value_that_is_none_of_its_choices_is_told_what_was_meant() -> None:
