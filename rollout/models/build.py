@@ -108,7 +108,13 @@ def slots_beside(
             f"max_adapters: {model.config.architecture} runs by modules that are not rollout's "
             "own; leave it out and load adapters merged"
         )
-    return AdapterSlots(model, count, rank, vocabulary, experts, paged)
+    try:
+        return AdapterSlots(model, count, rank, vocabulary, experts, paged)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"no memory for the slots of max_adapters={count} of max_lora_rank={rank}: lower "
+            f"either ({error})"
+        ) from error
 
 
 def check_quantization(build: Build) -> None:

@@ -125,7 +125,14 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
             f"too little memory for the weights: {mib(taken)} are needed, {mib(free)} are free"
         )
     adapters = _adapter_bytes(config, found, dtype)
-    free_then = free - taken - adapters * (ranks if device.type == "cpu" else 1)
+    slots = adapters * (ranks if device.type == "cpu" else 1)
+    free_then = free - taken - slots
+    if free_then < 0:
+        raise ConfigError(
+            f"too little memory for the slots of max_adapters={config.max_adapters} of "
+            f"max_lora_rank={config.max_lora_rank}: {mib(slots)} are needed, {mib(free - taken)} "
+            "are free beside the weights; lower either"
+        )
     rank = {
         "free_bytes": free_then,
         "total_bytes": total_bytes(device),

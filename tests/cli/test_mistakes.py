@@ -416,6 +416,12 @@ def test_a_cache_beyond_the_free_memory_is_refused(run: Run, tiny: Path) -> None
             refused(run(*command, flag, value), f"{name}={value} is a KV cache of", "lower it")
 
 
+def test_slots_for_adapters_beyond_the_free_memory_are_refused(run: Run, tiny: Path) -> None:
+    many = ("--max-adapters", 10**12)
+    refused(run("check", tiny, *many), "memory for the slots of max_adapters=1000", "lower")
+    refused(run("generate", tiny, "hi", *many, *CPU), "no memory for the slots of max_adapters=")
+
+
 def test_bad_prompts_and_parameters_are_named(run: Run, tiny: Path, bare: Path) -> None:
     result = run("generate", bare, "hi", *CPU)
     refused(result, "needs a tokenizer, but", "has none", name="InvalidRequest")
