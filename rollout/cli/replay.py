@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if args.journal is None:
         raise ConfigError("replay needs the journal: --journal DIR, as `rollout serve` had it")
     directory = Path(args.journal).expanduser()
+    if args.list < 1:
+        raise ConfigError("--list must be 1 or more")
     if args.request_id is None:
         return _list(directory, args.list)
     from rollout.api.diagnosing.replay import replay
@@ -53,7 +55,7 @@ def _list(directory: Path, count: int) -> int:
 
     from rollout.engine.requests.journal import read_journal
 
-    newest = deque(read_journal(directory), maxlen=max(count, 1))
+    newest = deque(read_journal(directory), maxlen=count)
     rows = [
         (
             one.request_id,

@@ -205,6 +205,11 @@ def test_what_samples_were_drawn_by_is_told_from_the_weights(stacks):
     assert found.verdict.kind == "sampler"
     assert "kept mass" in found.verdict.detail
     assert diagnose(engine, model, params=COOL).verdict is None
+    with pytest.raises(ConfigError, match="sequences must be 1 or more, got 0"):
+        diagnose(engine, model, sequences=0)
+    for wrong in (0.0, float("nan")):
+        with pytest.raises(ConfigError, match="trainer_temperature must be above 0"):
+            diagnose(engine, model, trainer_temperature=wrong)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "glm4_moe"])

@@ -276,6 +276,7 @@ def test_settings_out_of_range_are_named(run: Run, tiny: Path) -> None:
     refused(run("serve", tiny, "--port", 70000), "--port must be 0..65535")
     refused(run("serve", tiny, "--dtype", "int3"), "dtype must be one of")
     refused(run("serve", tiny, "--block-size", 0), "block_size must be a positive integer")
+    refused(run("replay", "--journal", tiny, "--list", 0), "--list must be 1 or more")
 
 
 def test_heads_that_do_not_divide_are_refused_before_any_rank(run: Run, tiny: Path) -> None:

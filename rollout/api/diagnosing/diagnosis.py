@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,12 @@ def diagnose(
     ``head_dtype`` ...); ``head_dtype`` is for one of a version that did not. ``ConfigError`` for
     models that run as foreign code, recurrent and quantised ones.
     """
+    if sequences < 1:
+        raise ConfigError(f"diagnose: sequences must be 1 or more, got {sequences}")
+    if trainer_temperature is not None and not 0 < trainer_temperature < inf:
+        raise ConfigError(
+            f"diagnose: trainer_temperature must be above 0, got {trainer_temperature:g}"
+        )
     if engine.server_info().task == "classify":
         raise ConfigError(
             "diagnose compares language models by tokens that they sample, and this one has a "
