@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from safetensors.torch import save_file
 from start_engines import start
 from tiny_models import write_tiny
 
@@ -27,6 +28,7 @@ from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import EngineBroken, EngineClosed, EngineError, SourceFailed, VersionConflict
 from rollout.testing.faults import Fault, FaultyLink
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.versions.follower import Follower
 
 PAGE = 4
 PROMPT = list(range(5, 5 + 4 * PAGE))
@@ -204,6 +206,27 @@ def test_an_update_whose_weights_a_sleep_drops_before_its_commit_fails(models, s
             rollout.generate([PROMPT], GREEDY)
         rollout.update_weights(sets[2])
         assert rollout.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == greedy[2]
+
+
+def test_a_followed_checkpoint_that_a_sleep_interrupts_is_taken_after_it(models, tmp_path) -> None:
+    path, sets, greedy = models
+    (tmp_path / "checkpoint-7").mkdir()
+    save_file(sets[1], tmp_path / "checkpoint-7" / "model.safetensors")
+    with start(path, 1) as rollout:
+        link = FaultyLink(rollout._async.backend.link, Fault("delay", phase="commit", seconds=1.0))
+        follower = Follower(tmp_path, [tmp_path], lambda: link, timeout=10.0)
+        with ThreadPoolExecutor(1) as pool:
+            looked = pool.submit(follower.look)
+            while rollout.weight_info().state != "staged" and not looked.done():
+                time.sleep(0.01)
+            rollout.sleep(1)
+            with pytest.raises(VersionConflict, match="the engine fell asleep meanwhile"):
+                looked.result()
+        rollout.wake_up()
+        receipt = follower.look()
+        assert receipt is not None
+        assert receipt.version == 7
+        assert rollout.generate([PROMPT], GREEDY)[0].outputs[0].token_ids == greedy[1]
 
 
 def test_an_update_whose_shadow_a_sleep_drops_as_it_is_begun_says_so(models, monkeypatch) -> None:

@@ -32,6 +32,7 @@ from rollout.errors import (
     SourceFailed,
     TransferFailed,
     UpdateInProgress,
+    VersionConflict,
     WeightError,
 )
 from rollout.weight_sync.protocol.channel import WeightChannel
@@ -55,6 +56,7 @@ from rollout.weights.files.safetensors_files import SafetensorsFiles
 POLL = 1.0  # seconds between looks at the directory
 
 _NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,12})")
+_NOT_ITS_OWN = (UpdateInProgress, TransferFailed, VersionConflict)  # nothing its files could mend
 _SHARD = re.compile(r".*-[0-9]+-of-[0-9]+\.[a-z]+")
 log = logging.getLogger(__name__)
 
@@ -183,7 +185,7 @@ class Follower:
             return receipt
         except (WeightError, ConfigError) as error:
             damaged = isinstance(source, _Version) and source.damaged
-            if damaged or not isinstance(error, UpdateInProgress | TransferFailed):
+            if damaged or not isinstance(error, _NOT_ITS_OWN):
                 self._failed[candidate.path] = looked
             raise
 
