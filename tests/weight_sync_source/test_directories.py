@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,6 +129,44 @@ def test_what_breaks_after_the_look_is_named_too(state: State, tmp_path: Path) -
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(SourceFailed, match=str(tmp_path)):
         list(source)
+
+
+@pytest.mark.parametrize("how", ["in place", "another file", "before it is opened again"])
+@pytest.mark.parametrize("write", [indexed, trainer_bin])
+def test_files_that_are_written_while_they_are_read_are_named(
+    write: Callable[[Path, State], None], how: str, state: State, tmp_path: Path
+) -> None:
+    """A trainer saves over a checkpoint that is read: no mixture of the two passes for weights."""
+    write(tmp_path, state)
+    for file in tmp_path.iterdir():
+        os.utime(file, (0, 0))  # some file systems tell no two times apart within milliseconds
+    later = tmp_path / "later"
+    later.mkdir()
+    write(later, {name: tensor + 1 for name, tensor in state.items()})
+    source = detect(tmp_path).source(aliases={}, dtype=torch.float32)
+    sent = iter(source)
+    if how != "before it is opened again":
+        next(sent)
+    file = next(tmp_path.glob("*00002.safetensors"), tmp_path / "pytorch_model.bin")
+    if how == "in place":
+        file.write_bytes((later / file.name).read_bytes())
+    else:
+        (later / file.name).replace(file)
+    with pytest.raises(SourceFailed, match=rf"{file} was written while it was read.*rename it"):
+        list(sent)
+
+
+def test_files_that_are_removed_while_they_are_read_are_read_to_their_end(
+    state: State, tmp_path: Path
+) -> None:
+    """As by a Trainer that keeps its last checkpoints alone."""
+    indexed(tmp_path, state)
+    source = iter(detect(tmp_path).source(aliases={}, dtype=torch.float32))
+    sent = dict([next(source)])
+    for file in tmp_path.iterdir():
+        file.unlink()
+    sent |= {name: tensor.clone() for name, tensor in source}
+    assert all(torch.equal(sent[name], tensor) for name, tensor in state.items())
 
 
 def test_a_pickle_of_other_things_is_refused(tmp_path: Path, state: State) -> None:

@@ -21,6 +21,7 @@ from rollout.weights.files.scaled import ScaledFiles, has_codes
 from rollout.weights.files.shards import (
     PT,
     SAFETENSORS,
+    AsTheyWere,
     FileKind,
     Shards,
     find_shards,
@@ -94,6 +95,7 @@ __all__ = [
     "KINDS",
     "PT",
     "SAFETENSORS",
+    "AsTheyWere",
     "FileKind",
     "Files",
     "Shards",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -35,6 +35,34 @@ class Shards:
     files: tuple[Path, ...]
     index: Path | None = None
     where: Mapping[str, str] = field(default_factory=dict)
+
+
+class AsTheyWere:
+    """Files as they are when this is made, for whoever reads them from now on."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._stamps = {file: _stamp(file) for file in files}
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` naming one that was written or replaced since.
+
+        One that was removed passes: it was read to its end.
+        """
+        for file, before in self._stamps.items():
+            if _stamp(file) not in (before, None):
+                raise ConfigError(
+                    f"{file} was written while it was read: what was read may be of two "
+                    "checkpoints; write a checkpoint under another name, and rename it when it is "
+                    "complete"
+                )
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def find_shards(directory: Path, kind: FileKind) -> Shards:

@@ -18,7 +18,7 @@ from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box, Shape, TensorMeta
 from rollout.weights.expert_names import expert_part
-from rollout.weights.files import Files, codes_of, open_weights
+from rollout.weights.files import AsTheyWere, Files, codes_of, open_weights, weight_shards
 from rollout.weights.names import is_idle_bias
 from rollout.weights.packed_rows import FileCodes, pack_rows, packed_shape
 
@@ -27,13 +27,14 @@ class DirectorySource:
     """The files that a cold start would read, opened while it is iterated.
 
     One tensor is in memory at a time; a quantised one goes as its codes where the engine holds it
-    so. The directory must not change during the update: files are read and not mapped, so that one
-    which gets shorter is a ``SourceFailed`` that names it, as all that is wrong with a file.
+    so. Files are read and not mapped: one that gets shorter, or is written meanwhile, is a
+    ``SourceFailed`` that names it, as all that is wrong with a file.
     """
 
     def __init__(self, path: Path, naming: Naming, agreement: RankGroup) -> None:
         self._path, self._naming, self.agreement = path, naming, agreement
         with _named(path):
+            self._as_they_were = AsTheyWere(weight_shards(path)[1].files)
             _, files = open_weights(path, mapped=False)
             sent = [one for meta in self._held(files) for one in self._sent(files, meta)]
             files.close()
@@ -91,6 +92,7 @@ class DirectorySource:
                 for meta in self._held(files):
                     for sent in self._sent(files, meta):
                         yield sent.name, readable(sent.name, sent.read())
+                self._as_they_were.check()
             finally:
                 files.close()
 
