@@ -19,7 +19,14 @@ from rollout.loader.registry import LoadRequest, find_loader, register_loader
 from rollout.loader.remote import is_remote, open_remote
 from rollout.loader.sharded_state import ShardedFiles, is_sharded
 from rollout.weights import Box, LazyTensor, TensorMeta
-from rollout.weights.files import Files, codes_of, open_weights, unpacked, weight_shards
+from rollout.weights.files import (
+    AsTheyWere,
+    Files,
+    codes_of,
+    open_weights,
+    unpacked,
+    weight_shards,
+)
 from rollout.weights.packed_rows import FileCodes
 
 AHEAD = 256 << 20  # bytes that the system is asked to read before they are taken
@@ -31,10 +38,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     ``bytes_read`` counts the bytes of every box that was read. Not thread-safe.
     """
 
-    def __init__(self, location: str, load_format: str, files: Files, progress: bool) -> None:
+    def __init__(
+        self,
+        location: str,
+        load_format: str,
+        files: Files,
+        progress: bool,
+        as_they_were: AsTheyWere,
+    ) -> None:
         self.location, self.load_format = location, load_format
         self.bytes_read = 0
         self._files, self._progress = files, progress
+        self._as_they_were = as_they_were
 
     @property
     def directory(self) -> Path:
@@ -47,7 +62,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def items(self) -> Iterator[tuple[str, LazyTensor]]:
         """Every tensor once; nothing is read before a ``LazyTensor`` is asked for a box.
 
-        What comes next is on its way from the disk meanwhile.
+        What comes next is on its way from the disk meanwhile. Raises ``ConfigError`` at the end
+        where a file was written since this was opened.
         """
         metas: Sequence[TensorMeta] = self.metadata()
         ahead = _Ahead(self._files, metas)
@@ -55,6 +71,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             ahead.passed(meta)
             codes = tuple(map(self._counted, codes_of(self._files, meta.name)))
             yield meta.name, LazyTensor(meta.shape, meta.dtype, self._reader(meta), codes)
+        self._as_they_were.check()
 
     def close(self) -> None:
         """Close all files; idempotent."""
@@ -119,6 +136,14 @@ def _found(location: str) -> str:
     if is_remote(location):
         return "safetensors"
     return "sharded_state" if is_sharded(Path(location)) else weight_shards(Path(location))[0].name
+
+
+def _paths(location: str, load_format: str) -> Sequence[Path]:
+    """The files of this machine that these formats read."""
+    kind = "safetensors" if load_format == "fastsafetensors" else load_format
+    if is_remote(location) or kind not in ("safetensors", "pt"):
+        return ()
+    return weight_shards(Path(location), kind)[1].files
 
 
 @register_loader("safetensors")
@@ -194,13 +219,14 @@ def open_location(
     request = LoadRequest(
         location=location, load_format=load_format, metadata=metadata, seed=seed, device=device
     )
+    as_they_were = AsTheyWere(_paths(location, load_format))
     files = find_loader(load_format)(request)
     if not all(callable(getattr(files, verb, None)) for verb in ("metadata", "read", "close")):
         raise ConfigError(
             f"the loader of load_format={load_format!r} returned a {type(files).__name__}; it has "
             "to return an object with metadata(), read(name, box) and close()"
         )
-    return Checkpoint(location, load_format, files, progress)
+    return Checkpoint(location, load_format, files, progress, as_they_were)
 
 
 def _with_progress(metas: Sequence[TensorMeta]) -> Iterator[TensorMeta]:

@@ -1,6 +1,7 @@
 """Streams of lazy tensors from files: what is read, in which format, and what is refused."""
 
 import json
+import os
 import shutil
 from contextlib import closing
 
@@ -357,6 +358,24 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_named(tiny, tmp_path, form
     for line in told:
         name, said = line.split(" | ")
         assert f"{file} ends within {name}: it has become shorter" in said
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
+def test_a_file_that_is_written_while_it_is_read_is_named(tiny, form):
+    """A start beside a trainer that saves there must not serve a mixture of two checkpoints."""
+    path, weights = tiny
+    file = path / "model.safetensors"
+    if form == "pt":
+        file.unlink()
+        file = path / "pytorch_model.bin"
+        torch.save(weights, file)
+    os.utime(file, (0, 0))
+    with open_checkpoint(str(path)) as checkpoint:
+        items = checkpoint.items()
+        next(items)[1].read(Box.full(weights[EMBED].shape))
+        file.write_bytes(file.read_bytes())
+        with pytest.raises(ConfigError, match=f"{file} was written while it was read"):
+            list(items)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
