@@ -57,7 +57,6 @@ def test_a_version_whose_number_another_commit_took_is_warned_of_once(
     following, where = follower
     checkpoint(where / "checkpoint-7", checkpoints[2])
     assert following.look().version == 7
-    checkpoint(where / "checkpoint-6", checkpoints[2])  # older than what was followed: no news
     options = UpdateOptions(timeout=DEADLINE)
     assert publish(checkpoints[1], connect=lambda: engine, options=options).version == 8
     assert following.look() is None
@@ -70,6 +69,32 @@ def test_a_version_whose_number_another_commit_took_is_warned_of_once(
     (where / "checkpoint-8").rename(where / "checkpoint-9")
     assert following.look().version == 9
     assert len(caplog.records) == 1
+
+
+def test_what_a_trainer_that_began_anew_writes_is_warned_of_once(
+    engine, checkpoints, tmp_path, caplog
+) -> None:
+    """Into new directories, over old ones, over what is live, and as versions."""
+    for number in range(100, 140):  # more than are looked at each time
+        checkpoint(tmp_path / f"checkpoint-{number}", checkpoints[1])
+    following = Follower(tmp_path, [tmp_path], lambda: engine, timeout=DEADLINE)
+    assert following.look().version == 139  # what lay there before is no news
+    torch.save({"step": 139}, tmp_path / "checkpoint-139" / "optimizer.pt")
+    shutil.rmtree(tmp_path / "checkpoint-120")  # a Trainer keeps some
+    assert [following.look() for _ in range(3)] == [None] * 3
+    assert not caplog.records
+    checkpoint(tmp_path / "checkpoint-10", checkpoints[2])
+    for number in (130, 139):
+        save_file(checkpoints[2], tmp_path / f"checkpoint-{number}" / "model.safetensors")
+    writer(LocalStore(tmp_path)).write(checkpoints[2], 5)
+    assert [following.look() for _ in range(4)] == [None] * 4
+    named = ("checkpoint-139", "checkpoint-130", "checkpoint-10", "000000000005")
+    assert sorted(caplog.messages) == sorted(
+        text for name in named for text in caplog.messages
+        if text.startswith(f"{tmp_path / name} is not read: it was written after version 139")
+    )  # fmt: skip
+    assert len(caplog.records) == len(named)
+    assert "is numbered above the live version, 139, is followed" in caplog.text
 
 
 @pytest.mark.parametrize("shards", [1, 3])

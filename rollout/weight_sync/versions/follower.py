@@ -50,6 +50,7 @@ from rollout.weights.files import (
     Shards,
     TorchFiles,
     find_shards,
+    weight_files,
 )
 from rollout.weights.files.safetensors_files import SafetensorsFiles
 
@@ -57,6 +58,7 @@ POLL = 1.0  # seconds between looks at the directory
 
 _NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,12})")
 _NOT_ITS_OWN = (UpdateInProgress, TransferFailed, VersionConflict)  # nothing its files could mend
+_IN_TURN = 32  # directories whose files are looked at again each time
 _SHARD = re.compile(r".*-[0-9]+-of-[0-9]+\.[a-z]+")
 log = logging.getLogger(__name__)
 
@@ -96,6 +98,9 @@ class Follower:
         self._said = ""  # the last error
         self._followed = 0  # the newest version that came from here
         self._skipped: Path | None = None  # the last one that was warned of
+        self._seen: dict[Path, frozenset[object]] | None = None  # weights' files, by directory
+        self._turn = 0  # whose are looked at next
+        self._late: set[Path] = set()  # those that were warned of as written too late
         self._on_state = on_state
 
     def run(self, stop: threading.Event, poll: float = POLL) -> None:
@@ -129,6 +134,7 @@ class Follower:
         info = self._connect().info()
         candidates = sorted(self._candidates(), reverse=True)
         self._failed = {c.path: self._failed[c.path] for c in candidates if c.path in self._failed}
+        self._warn_of_late(candidates, info)
         problems: list[RolloutError] = []
         receipt = None
         try:
@@ -182,6 +188,8 @@ class Follower:
         try:
             receipt = publish(source, connect=self._connect, options=options)
             self._followed = receipt.version
+            if self._seen is not None:
+                self._seen[candidate.path] = weight_files(candidate.path, MANIFEST)
             return receipt
         except (WeightError, ConfigError) as error:
             damaged = isinstance(source, _Version) and source.damaged
@@ -199,6 +207,30 @@ class Follower:
             "adapter), and only what is numbered above it is followed: write it as %d or later",
             candidate.path, info.version, info.version + 1,
         )  # fmt: skip
+
+    def _warn_of_late(self, candidates: Sequence[Candidate], info: WeightInfo) -> None:
+        """Once of each whose weights were written when a number as high as its own had been
+        followed, as by a trainer that began anew.
+        """
+        before, self._seen = self._seen, {}
+        self._late &= {candidate.path for candidate in candidates}
+        self._turn += _IN_TURN
+        for index, candidate in enumerate(candidates):
+            path, known = candidate.path, (before or {}).get(candidate.path)
+            is_due = (self._turn - index) % len(candidates) < _IN_TURN
+            seen = known if known is not None and not is_due else weight_files(path, MANIFEST)
+            self._seen[path] = seen
+            passed = candidate.version <= min(info.version, self._followed)
+            if before is None or not passed or path in self._late or seen <= (known or set()):
+                continue
+            self._late.add(path)
+            log.warning(
+                "%s is not read: it was written after version %d had come from here, and only what "
+                "is numbered above the live version, %d, is followed. A trainer that begins anew "
+                "numbers on from there, or writes into another directory, for a service that is "
+                "started with that one; update_weights(server_path=...) takes this one by hand",
+                path, self._followed, info.version,
+            )  # fmt: skip
 
     def _warn_if_left(self, path: Path, looked: object, why: str) -> None:
         """Once for each reason of what is not complete, and did not grow since the last look."""

@@ -25,6 +25,7 @@ from rollout.weights.files.shards import (
     FileKind,
     Shards,
     find_shards,
+    weight_files,
 )
 from rollout.weights.files.torch_files import TorchFiles
 from rollout.weights.packed_rows import FileCodes
@@ -104,5 +105,6 @@ __all__ = [
     "find_shards",
     "open_weights",
     "unpacked",
+    "weight_files",
     "weight_shards",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -78,15 +78,24 @@ def find_shards(directory: Path, kind: FileKind) -> Shards:
         if index.is_file():
             return _from_index(directory, index)
     for pattern in kind.patterns:
-        found = [
-            path
-            for path in sorted(directory.glob(pattern))
-            if path.is_file() and not any(fnmatch(path.name, skip) for skip in _NO_WEIGHTS)
-        ]
+        found = sorted(_matching(directory, pattern))
         usual = [path for path in found if not path.name.startswith("consolidated")]
         if found:
             return Shards(tuple(usual or found))
     return Shards(())
+
+
+def weight_files(directory: Path, *others: str) -> frozenset[object]:
+    """Names, sizes and times of the files that may hold weights, or match one of ``others``."""
+    patterns = (*SAFETENSORS.patterns, *PT.patterns, *others)
+    found = (file for pattern in patterns for file in _matching(directory, pattern))
+    return frozenset((file.name, _stamp(file)) for file in found)
+
+
+def _matching(directory: Path, pattern: str) -> Iterator[Path]:
+    for path in directory.glob(pattern):
+        if path.is_file() and not any(fnmatch(path.name, skip) for skip in _NO_WEIGHTS):
+            yield path
 
 
 def _from_index(directory: Path, index: Path) -> Shards:
