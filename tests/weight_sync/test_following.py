@@ -113,6 +113,20 @@ def test_new_checkpoints_are_followed(follower, engine, checkpoints, shards) -> 
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[1]))
 
 
+def test_names_that_are_times_are_numbers(follower, engine, checkpoints, caplog) -> None:
+    following, where = follower
+    for number, name in enumerate(("202601020304", "run-1767323045006", "20260102030405")):
+        checkpoint(where / name, checkpoints[1 + number % 2])
+        receipt = following.look()
+        assert receipt is not None, name
+        assert receipt.label == name
+        shutil.rmtree(where / name)
+    checkpoint(where / "run-1767323045006007", checkpoints[1])
+    assert [following.look() for _ in range(2)] == [None] * 2
+    [text] = caplog.messages
+    assert text.startswith(f"{where / 'run-1767323045006007'} is not followed: its number has more")
+
+
 def test_what_is_not_complete_yet_waits(follower, engine, checkpoints) -> None:
     following, where = follower
     half = where / "checkpoint-7"

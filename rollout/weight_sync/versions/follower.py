@@ -56,7 +56,8 @@ from rollout.weights.files.safetensors_files import SafetensorsFiles
 
 POLL = 1.0  # seconds between looks at the directory
 
-_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]{1,12})")
+_NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]+)")
+_DIGITS = 15  # of the highest numbers that versions have
 _NOT_ITS_OWN = (UpdateInProgress, TransferFailed, VersionConflict)  # nothing its files could mend
 _IN_TURN = 32  # directories whose files are looked at again each time
 _SHARD = re.compile(r".*-[0-9]+-of-[0-9]+\.[a-z]+")
@@ -94,7 +95,7 @@ class Follower:
         self._opened: WeightChannel | None = None
         self._failed: dict[Path, object] = {}  # what it looked like when it could not be used
         self._incomplete: dict[Path, object] = {}  # what it looked like when it was not complete
-        self._warned: set[tuple[Path, str]] = set()  # of what stays incomplete, and why
+        self._warned: set[tuple[Path, str]] = set()  # of what, and why
         self._said = ""  # the last error
         self._followed = 0  # the newest version that came from here
         self._skipped: Path | None = None  # the last one that was warned of
@@ -235,9 +236,15 @@ class Follower:
     def _warn_if_left(self, path: Path, looked: object, why: str) -> None:
         """Once for each reason of what is not complete, and did not grow since the last look."""
         before, self._incomplete[path] = self._incomplete.get(path), looked
-        if before == looked and (path, why) not in self._warned:
+        if before == looked:
+            self._warn_once(
+                path, why, "%s is incomplete, and is not read until its files change: %s"
+            )
+
+    def _warn_once(self, path: Path, why: str, text: str) -> None:
+        if (path, why) not in self._warned:
             self._warned.add((path, why))
-            log.warning("%s is incomplete, and is not read until its files change: %s", path, why)
+            log.warning(text, path, why)
 
     def _candidates(self) -> Iterator[Candidate]:
         try:
@@ -246,8 +253,13 @@ class Follower:
             raise SourceFailed(f"{self._directory} cannot be read: {error}") from error
         for path in paths:
             match = _NUMBER.fullmatch(path.name)
-            if match and not path.name.startswith((".", "tmp")) and os.path.isdir(path):
+            if not match or path.name.startswith((".", "tmp")) or not os.path.isdir(path):
+                continue
+            if int(match[1]) < 10**_DIGITS:
                 yield Candidate(int(match[1]), path)
+            else:
+                why = f"its number has more than {_DIGITS} digits"
+                self._warn_once(path, why, "%s is not followed: %s; give it a lower one")
 
     def _note(self, error: str) -> None:
         self._said = error
@@ -324,7 +336,8 @@ def complete_source(path: Path, roots: Sequence[Path], info: WeightInfo) -> Any:
     A version's files, and those of the versions that it patches, are read inside ``roots`` alone.
     """
     check_inside(path, roots)
-    if path.name.isdecimal() and path.name == folder(int(path.name)):
+    written = path.name.isdecimal() and path.name == folder(int(path.name))
+    if written and not weight_files(path):  # else a checkpoint with a name of twelve digits
         store = LocalStore(path.parent, within=roots)
         return _Version(store, int(path.name), dtype=info.dtype)
     check_checkpoint(path)
