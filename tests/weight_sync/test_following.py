@@ -230,6 +230,7 @@ def test_a_follower_goes_on_after_a_failure_until_it_is_stopped(
         thread.join(10)
     assert not thread.is_alive()
     assert caplog.text.count("WeightMismatch") == 1
+    assert f"{where / 'checkpoint-1'}: WeightMismatch: " in caplog.text
 
 
 def test_of_no_use_is_passed_over_and_said_once(follower, engine, checkpoints, caplog) -> None:

@@ -93,6 +93,7 @@ class Follower:
         self._directory = allowed(directory, roots)
         self._reach, self._timeout = connect, timeout
         self._opened: WeightChannel | None = None
+        self._reading: Path | None = None  # what this look updates from
         self._failed: dict[Path, object] = {}  # what it looked like when it could not be used
         self._incomplete: dict[Path, object] = {}  # what it looked like when it was not complete
         self._warned: set[tuple[Path, str]] = set()  # of what, and why
@@ -115,6 +116,8 @@ class Follower:
             except Exception as error:
                 if not stop.is_set():
                     text = f"{type(error).__name__}: {error}"
+                    if self._reading is not None and str(self._reading) not in text:
+                        text = f"{self._reading}: {text}"
                     if text != self._said:
                         log.error("%s", text, exc_info=not isinstance(error, RolloutError))
                     self._note(text)
@@ -132,6 +135,7 @@ class Follower:
         where nothing else was found, logged else. Raises what its update raised; the same files
         are then not tried again, unless the fault was the engine's or the link's.
         """
+        self._reading = None
         info = self._connect().info()
         candidates = sorted(self._candidates(), reverse=True)
         self._failed = {c.path: self._failed[c.path] for c in candidates if c.path in self._failed}
@@ -182,7 +186,7 @@ class Follower:
             raise SourceFailed(f"{candidate.path} cannot be read, skipped: {error}") from error
 
     def _update(self, candidate: Candidate, source: Any) -> UpdateReceipt:
-        looked = looks(candidate.path)
+        looked, self._reading = looks(candidate.path), candidate.path
         options = UpdateOptions(
             version=candidate.version, label=candidate.path.name, timeout=self._timeout
         )
