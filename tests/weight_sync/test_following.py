@@ -14,7 +14,7 @@ from engine_ranks import same
 from safetensors.torch import save_file
 from trainer import BUCKET, DEADLINE, fresh, nudged
 
-from rollout.errors import ConfigError, TransferFailed, WeightMismatch
+from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.follower import Follower, readable
 from rollout.weight_sync.versions.store import LocalStore
@@ -111,6 +111,26 @@ def test_new_checkpoints_are_followed(follower, engine, checkpoints, shards) -> 
     writer(LocalStore(where)).write(checkpoints[1], 501)
     assert following.look().version == 501
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[1]))
+
+
+def test_a_link_is_followed_to_where_it_leads_now(engine, checkpoints, tmp_path) -> None:
+    roots = [tmp_path / "runs"]
+    checkpoint(tmp_path / "runs" / "first" / "checkpoint-3", checkpoints[1])
+    checkpoint(tmp_path / "runs" / "second" / "checkpoint-4", checkpoints[2])
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "runs" / "newest"
+    link.symlink_to("first")
+    following = Follower(link, roots, lambda: engine, timeout=DEADLINE)
+    assert following.look().version == 3
+    link.unlink()
+    with pytest.raises(SourceFailed, match=f"{link} cannot be read"):
+        following.look()
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=f"{link} is outside every --weight-dir"):
+        following.look()
+    link.unlink()
+    link.symlink_to("second")
+    assert following.look().version == 4
 
 
 def test_names_that_are_times_are_numbers(follower, engine, checkpoints, caplog) -> None:

@@ -90,7 +90,8 @@ class Follower:
         on_state: Callable[[str], None] = lambda error: None,
     ) -> None:
         self._roots = [Path(root).resolve() for root in roots]
-        self._directory = allowed(directory, roots)
+        allowed(directory, roots)
+        self._directory = Path(directory).absolute()  # a link may lead elsewhere later
         self._reach, self._timeout = connect, timeout
         self._opened: WeightChannel | None = None
         self._reading: Path | None = None  # what this look updates from
@@ -252,7 +253,7 @@ class Follower:
 
     def _candidates(self) -> Iterator[Candidate]:
         try:
-            paths = list(self._directory.iterdir())
+            paths = list(inside(self._directory, self._roots).iterdir())
         except OSError as error:
             raise SourceFailed(f"{self._directory} cannot be read: {error}") from error
         for path in paths:
