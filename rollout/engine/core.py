@@ -260,7 +260,13 @@ class EngineCore:
         save = f"{self.epoch}:{self.base_version}:{secrets.token_hex(8)}"
         args = {"directory": str(directory.absolute()), "save": save}
         replies = self.call_between_steps("save_shard", args, "save_shard", timeout)
-        copy_side_files(Path(self._directory), directory)
+        try:
+            copy_side_files(Path(self._directory), directory)
+        except OSError as error:
+            raise ConfigError(
+                f"config and tokenizer of {self._directory} were not copied to {directory} "
+                f"({error}); mend that and save again"
+            ) from error
         return int(replies[0][0]["version"])
 
     def close(self) -> None:

@@ -175,6 +175,16 @@ def test_a_save_that_fails_on_one_rank_is_found_when_it_is_opened(tiny, other, t
         open_checkpoint(str(tmp_path)).close()
 
 
+def test_a_config_that_cannot_be_copied_beside_saved_weights_is_named(tiny, tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with Rollout(str(tiny), **CPU) as r:
+        with pytest.raises(ConfigError, match=rf"not copied to {tmp_path} .*config\.json.* again"):
+            r.save_sharded_state(tmp_path)
+        (tmp_path / "config.json").rmdir()
+        r.save_sharded_state(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())
+
+
 def test_a_quantised_engine_saves_no_sharded_state(tiny, tmp_path):
     with (
         Rollout(str(tiny), quantization="mxfp4", **CPU) as r,
