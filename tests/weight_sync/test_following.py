@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.follower import Follower, readable
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter
+from rollout.weights.files import open_weights
 
 INDEX = "model.safetensors.index.json"
 
@@ -131,6 +136,44 @@ def test_a_link_is_followed_to_where_it_leads_now(engine, checkpoints, tmp_path)
     link.unlink()
     link.symlink_to("second")
     assert following.look().version == 4
+
+
+@contextmanager
+def unreadable(file: Path) -> Iterator[None]:
+    """Also for root, which gives up its rights meanwhile."""
+    file.chmod(0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_may_not_be_read_is_named_as_that_and_followed_once_it_may(
+    engine, checkpoints, form
+) -> None:
+    with TemporaryDirectory() as scratch:  # those of pytest are root's alone
+        where, path = Path(scratch), Path(scratch) / "checkpoint-5"
+        where.chmod(0o755)
+        path.mkdir(mode=0o755)
+        file = path / form
+        save_file(checkpoints[2], file) if "safe" in form else torch.save(checkpoints[2], file)
+        following = Follower(where, [where], lambda: engine, timeout=DEADLINE)
+        refused = f"cannot be read.*Permission denied.*{form}"
+        with unreadable(file):
+            with pytest.raises(SourceFailed, match=refused):
+                following.look()
+            assert following.look() is None
+            with pytest.raises(SourceFailed, match=refused):
+                readable(path, [where], engine.info())
+            with pytest.raises(ConfigError, match=f"{file} cannot be read .*Permission denied"):
+                open_weights(path)
+        file.chmod(0o644)
+        assert following.look().version == 5
 
 
 def test_names_that_are_times_are_numbers(follower, engine, checkpoints, caplog) -> None:

@@ -332,7 +332,11 @@ def readable(directory: str | Path, roots: Sequence[str | Path], info: WeightInf
     Raises ``ConfigError`` where it, or a file in it, lies outside ``roots``, and
     ``IncompleteUpdate`` where it is half-written.
     """
-    return complete_source(allowed(directory, roots), [Path(r).resolve() for r in roots], info)
+    found = allowed(directory, roots)
+    try:
+        return complete_source(found, [Path(root).resolve() for root in roots], info)
+    except OSError as error:
+        raise SourceFailed(f"{found} cannot be read: {error}") from error
 
 
 def complete_source(path: Path, roots: Sequence[Path], info: WeightInfo) -> Any:
@@ -393,12 +397,13 @@ def _check_whole(file: Path, kind: FileKind) -> None:
 
 
 def looks(path: Path) -> object:
-    """Changes whenever a file in ``path`` does, or what is in the way of looking."""
+    """Changes whenever a file in ``path`` does, or who may read it, or what is in the way of it."""
     found = []
     try:
         for file in sorted(path.iterdir()):
             stat = file.stat() if file.exists() else file.lstat()
-            found.append((file.name, stat.st_size, stat.st_mtime_ns))
+            who = stat.st_mode, stat.st_uid, stat.st_gid
+            found.append((file.name, stat.st_size, stat.st_mtime_ns, who))
     except OSError as error:
         return str(error)
     return found

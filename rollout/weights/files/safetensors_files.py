@@ -76,7 +76,9 @@ class SafetensorsFiles:
         try:
             rows = _rows(path)
             self._readers[path] = self._reader(path)
-        except (SafetensorError, OSError, ValueError) as error:
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error})") from error
+        except (SafetensorError, ValueError) as error:
             raise ConfigError(
                 f"{path} is truncated or no safetensors file ({error}); {REPAIR}"
             ) from error
@@ -109,9 +111,9 @@ class Row:
 
 def _rows(path: Path) -> dict[str, Row]:
     """What the header says, in its order, once safetensors itself has found it sound."""
-    with safe_open(str(path), framework="pt", device="cpu") as checked:
-        names = list(checked.keys())
-    with path.open("rb") as file:
+    with path.open("rb") as file:  # first: safetensors says that what it may not open is not there
+        with safe_open(str(path), framework="pt", device="cpu") as checked:
+            names = list(checked.keys())
         length = int.from_bytes(file.read(8), "little")
         rows = {row.meta.name: row for row in rows_of(str(path), file.read(length))}
     return {name: rows[name] for name in names}

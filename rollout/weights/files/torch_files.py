@@ -80,7 +80,9 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path} holds more than tensors, or is damaged, and is not loaded ({error}); convert "
             "it to safetensors"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from error
+    except (RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(f"{path} is truncated or no torch file ({error}); {REPAIR}") from error
     if not isinstance(values, dict) or not all(
         isinstance(k, str) and isinstance(v, Tensor) and v.layout is torch.strided
