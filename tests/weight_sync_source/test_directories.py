@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import save as save_parts
 
-from rollout.errors import SourceFailed
+from rollout.errors import IncompleteUpdate, SourceFailed
 from rollout.loader import open_checkpoint
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.versions.follower import check_checkpoint
@@ -121,6 +122,39 @@ def test_a_file_of_no_use_is_named(tmp_path: Path, file: str, data: bytes) -> No
     named = file if file != "training_args.bin" else r"holds no .*safetensors"
     with pytest.raises(SourceFailed, match=named):
         detect(tmp_path).source(aliases={}, dtype=torch.float32)
+
+
+def by_torch(where: Path, state: State) -> None:
+    save_parts(state, checkpoint_id=where, no_dist=True)
+
+
+def by_torch_below(where: Path, state: State) -> None:
+    """As a Trainer has it, with FSDP's SHARDED_STATE_DICT."""
+    by_torch(where / "pytorch_model_fsdp_0", state)
+
+
+def by_deepspeed(where: Path, state: State) -> None:
+    (where / "global_step3").mkdir()
+    torch.save({"module": state}, where / "global_step3" / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("write", "remedy"),
+    [
+        (by_torch, "save_pretrained"),
+        (by_torch_below, "FULL_STATE_DICT"),
+        (by_deepspeed, r"run the zero_to_fp32\.py"),
+    ],
+)
+def test_of_files_with_ranks_own_parts_it_is_said_where_whole_weights_come_from(
+    write: Callable[[Path, State], None], remedy: str, state: State, tmp_path: Path
+) -> None:
+    write(tmp_path, state)
+    with pytest.raises(SourceFailed, match=f"{tmp_path} holds no .* own parts, .*{remedy}"):
+        detect(tmp_path).source(aliases={}, dtype=torch.float32)
+    with pytest.raises(IncompleteUpdate, match=f"{tmp_path} has no .* own parts, .*{remedy}"):
+        check_checkpoint(tmp_path)
 
 
 def test_what_breaks_after_the_look_is_named_too(state: State, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from rollout.weights.files import (
     TorchFiles,
     find_shards,
     weight_files,
+    why_none,
 )
 from rollout.weights.files.safetensors_files import SafetensorsFiles
 
@@ -372,7 +373,9 @@ def check_checkpoint(path: Path) -> None:
         if shards.files:
             break
     else:
-        raise IncompleteUpdate(f"{path} has no *.safetensors and no {MANIFEST}, .bin or .pt file")
+        raise IncompleteUpdate(
+            f"{path} has no *.safetensors and no {MANIFEST}, .bin or .pt file{why_none(path)}"
+        )
     if shards.index is None and any(_SHARD.fullmatch(file.name) for file in shards.files):
         raise IncompleteUpdate(f"{path} has shards but no {kind.indexes[0]} yet")
     for file in shards.files:

@@ -26,6 +26,7 @@ from rollout.weights.files.shards import (
     Shards,
     find_shards,
     weight_files,
+    why_none,
 )
 from rollout.weights.files.torch_files import TorchFiles
 from rollout.weights.packed_rows import FileCodes
@@ -54,9 +55,8 @@ def weight_shards(directory: Path, load_format: str = "auto") -> tuple[FileKind,
         if shards.files:
             return kind, shards
     wanted = " or ".join(pattern for kind in kinds for pattern in kind.patterns)
-    raise ConfigError(
-        f"{directory} holds no {wanted} weights; check the path, or choose another load_format"
-    )
+    remedy = why_none(directory) or "; check the path, or choose another load_format"
+    raise ConfigError(f"{directory} holds no {wanted} weights{remedy}")
 
 
 def open_weights(
@@ -107,4 +107,5 @@ __all__ = [
     "unpacked",
     "weight_files",
     "weight_shards",
+    "why_none",
 ]

@@ -11,6 +11,13 @@ from pathlib import Path
 from rollout.errors import ConfigError, some
 
 _NO_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "trainer_state*")
+# What trainers write to go on from, and where whole weights come from.
+_RANKS_OWN = (
+    ("*.distcp", "torch.distributed.checkpoint's", "have the trainer save_pretrained, or gather a "
+     "full state dict (FSDP: FULL_STATE_DICT)"),
+    ("*_model_states.pt", "DeepSpeed's", "run the zero_to_fp32.py that DeepSpeed wrote there, or "
+     "have it gather 16-bit weights as it saves"),
+)  # fmt: skip
 INDEX = ".index.json"  # after the name of the whole file
 REPAIR = "download the checkpoint again"
 
@@ -83,6 +90,16 @@ def find_shards(directory: Path, kind: FileKind) -> Shards:
         if found:
             return Shards(tuple(usual or found))
     return Shards(())
+
+
+def why_none(directory: Path) -> str:
+    """Behind an error that says that there are no weights: what is there in their place, if known,
+    and the remedy.
+    """
+    for pattern, whose, remedy in _RANKS_OWN:
+        if any(any(directory.glob(at)) for at in (pattern, f"*/{pattern}")):
+            return f"; {whose} files there hold ranks' own parts, which are not read: {remedy}"
+    return ""
 
 
 def weight_files(directory: Path, *others: str) -> frozenset[object]:
