@@ -74,7 +74,7 @@ def packed(
     if form == "gptq":
         order = order[torch.randperm(columns, generator=generator)]
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator)
-    zeros = torch.randint(1, 1 << bits, (rows, groups), generator=generator)
+    zeros = torch.randint(0, 1 << bits, (rows, groups), generator=generator)
     if form == "symmetric":
         zeros = torch.full((rows, groups), 1 << bits - 1)
     scales = (torch.rand(rows, groups, generator=generator) + 0.5) / 200
@@ -83,7 +83,8 @@ def packed(
     if form.startswith("gptq"):
         made = {
             "qweight": words(codes.T, 0, bits),
-            "qzeros": words(zeros.T - int(form == "gptq"), 1, bits),
+            # As GPTQModel takes one from all zeros of a word: one that is 0 borrows of the next.
+            "qzeros": words(zeros.T, 1, bits) - (0x11111111 if form == "gptq" else 0),
             "scales": scales.T,
             "g_idx": order.int(),
         }

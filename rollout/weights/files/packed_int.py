@@ -40,12 +40,15 @@ _BAND = 1 << 22  # elements that are unpacked at once: some int32 copies of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """Codes in a file, packed in int32 along ``axis``; ``places``: where in a word each lies."""
+    """Codes in a file, packed in int32 along ``axis``; ``places``: where in a word each lies;
+    ``plus``: what each word is short of.
+    """
 
     name: str
     bits: int
     axis: int
     places: tuple[int, ...]
+    plus: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,7 @@ class PackedIntFiles:
         start, stop = box.starts[axis], box.stops[axis]
         first, last = start // per, -(-stop // per)
         cut = Box(_with(box.starts, axis, first), _with(box.stops, axis, last))
-        words = self._files.read(codes.name, cut).unsqueeze(axis + 1)
+        words = (self._files.read(codes.name, cut) + codes.plus).unsqueeze(axis + 1)
         shifts = torch.tensor(codes.places, dtype=torch.int32, device=words.device) * codes.bits
         shifts = shifts.view(-1, *(1,) * (1 - axis))
         found = (words >> shifts & (1 << codes.bits) - 1).flatten(axis, axis + 1)
@@ -214,6 +217,9 @@ def _gptq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
     """``qweight`` [K / per, N] packed along the inputs, ``qzeros`` [groups, N / per] along the
     outputs and, but in ``checkpoint_format`` (or ``format``) gptq_v2, one too small; ``g_idx``
     [K], where groups go by activation order.
+
+    GPTQModel takes that one of all codes from a word at once, so that a code of 0 borrows from the
+    next: to the word it is given back.
     """
     bits = _bits(stem, packed.get("bits"))
     form = str(packed.get("checkpoint_format") or packed.get("format") or GPTQ).lower()
@@ -231,6 +237,7 @@ def _gptq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
     _check(zeros, (scales.shape[0], -(-outputs // per)))
     order = files.metadata().get(f"{stem}.g_idx")
     in_order = tuple(range(per))
+    ones = sum(1 << bits * at for at in in_order)
     return PackedLinear(
         shape=(outputs, inputs),
         turned=True,
@@ -238,8 +245,13 @@ def _gptq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
         scales=scales.name,
         group=group,
         order=None if order is None or order.shape != (inputs,) else order.name,
-        zeros=Codes(name=zeros.name, bits=bits, axis=1, places=in_order),
-        offset=int(form != _GPTQ_V2),
+        zeros=Codes(
+            name=zeros.name,
+            bits=bits,
+            axis=1,
+            places=in_order,
+            plus=0 if form == _GPTQ_V2 else ones,
+        ),
     )
 
 
