@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from packed_files import CONFIGS, packed, write_packed
+from packed_files import CONFIGS, GROUP, packed, write_packed
 from safetensors.torch import load_file, save_file
 
 from rollout import Rollout
@@ -95,6 +95,21 @@ def test_a_format_counts_where_no_checkpoint_format_is_said(tmp_path):
         assert torch.equal(lazy.read(Box.full(lazy.shape)), values)
 
 
+def test_weights_of_one_checkpoint_may_have_groups_of_several_sizes(tmp_path):
+    """As llm-compressor writes several ``config_groups`` of as many bits."""
+    generator = torch.Generator().manual_seed(1)
+    made, values = packed("symmetric", LINEAR, (48, 80), generator)
+    save_file({n: t.contiguous() for n, t in made.items()}, tmp_path / "model.safetensors")
+    [group] = CONFIGS["symmetric"]["config_groups"].values()
+    others = [{"strategy": "channel", "group_size": None}, {"group_size": 4 * GROUP}]
+    groups = [{"weights": group["weights"] | other} for other in others] + [group]
+    said = CONFIGS["symmetric"] | {"config_groups": dict(enumerate(groups))}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    with open_checkpoint(str(tmp_path)) as checkpoint:
+        ((_, lazy),) = checkpoint.items()
+        assert torch.equal(lazy.read(Box.full(lazy.shape)), values)
+
+
 @pytest.mark.parametrize(
     ("form", "config", "tensors", "match"),
     [
@@ -111,6 +126,12 @@ def test_a_format_counts_where_no_checkpoint_format_is_said(tmp_path):
         ("gptq", {"group_size": 128}, {}, r"scales has shape \[5, 48\], .* need \[1, 48\]"),
         ("awq", {}, {"qzeros": None}, r"qzeros is missing"),
         ("asymmetric", {}, {"weight_shape": torch.tensor([48, 90])}, "no group of the config.json"),
+        (
+            "symmetric",
+            {},
+            {"weight_scale": torch.ones(1)},
+            r"by group or channel, that fit .*weight_scale \[1\] of a weight \[48, 80\]",
+        ),
         (
             "symmetric",
             {},

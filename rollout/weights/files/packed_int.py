@@ -289,12 +289,11 @@ def _compressed(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLin
     words, scales = _tensor(files, stem, WEIGHT_PACKED), _tensor(files, stem, ".weight_scale")
     said = _tensor(files, stem, ".weight_shape")
     shape = tuple(files.read(said.name, Box.full(said.shape)).flatten().tolist())
-    weights = _weights_of(packed, words, shape, stem)
+    weights = _weights_of(packed, words, scales, shape)
     bits = _bits(stem, weights.get("num_bits"))
     per = _WORD // bits
     _check(words, (shape[0], -(-shape[1] // per)))
     group = _group(weights.get("group_size"), shape[1])
-    _check(scales, (shape[0], -(-shape[1] // group)))
     order = files.metadata().get(f"{stem}.weight_g_idx")
     zeros: Codes | str | None = None
     offset = 0
@@ -318,19 +317,24 @@ def _compressed(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLin
 
 
 def _weights_of(
-    packed: Mapping[str, Any], words: TensorMeta, shape: tuple[int, ...], stem: str
+    packed: Mapping[str, Any], words: TensorMeta, scales: TensorMeta, shape: tuple[int, ...]
 ) -> Mapping[str, Any]:
-    """What a group of ``config_groups`` says of weights packed so; the first whose bits fit."""
+    """What a group of ``config_groups`` says of weights packed so; the first that fits both."""
     groups = packed.get("config_groups")
     for one in groups.values() if isinstance(groups, Mapping) else ():
         found = one.get("weights") if isinstance(one, Mapping) else None
-        bits = found.get("num_bits") if isinstance(found, Mapping) else None
-        if bits in BITS and len(shape) == 2 and words.shape[1] == -(-shape[1] * bits // _WORD):
-            assert isinstance(found, Mapping)
+        if not isinstance(found, Mapping) or found.get("num_bits") not in BITS or len(shape) != 2:
+            continue
+        rows, columns = shape
+        cells = -(-columns // _group(found.get("group_size"), columns))
+        if words.shape[1] == -(-columns * found["num_bits"] // _WORD) and (
+            scales.shape == (rows, cells)
+        ):
             return found
     raise ConfigError(
-        f"{stem}: no group of the config.json's config_groups has weights of 2, 4 or 8 bits that "
-        f"fit {words.name} {list(words.shape)} of a weight {list(shape)}; use another checkpoint"
+        "no group of the config.json's config_groups has weights of 2, 4 or 8 bits, by group or "
+        f"channel, that fit {words.name} {list(words.shape)} and {scales.name} "
+        f"{list(scales.shape)} of a weight {list(shape)}; use another checkpoint"
     )
 
 
