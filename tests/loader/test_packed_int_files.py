@@ -123,6 +123,7 @@ def test_weights_of_one_checkpoint_may_have_groups_of_several_sizes(tmp_path):
             "checkpoint_format 'marlin' is not supported",
         ),
         ("gptq", {"quant_method": "hqq"}, {}, "quant_method='hqq'"),
+        ("symmetric", {"format": "nvfp4-pack-quantized"}, {}, "format='nvfp4-pack-quantized'"),
         ("gptq", {"group_size": 128}, {}, r"scales has shape \[5, 48\], .* need \[1, 48\]"),
         ("awq", {}, {"qzeros": None}, r"qzeros is missing"),
         ("asymmetric", {}, {"weight_shape": torch.tensor([48, 90])}, "no group of the config.json"),

@@ -81,7 +81,10 @@ def test_check_says_of_mxfp4_that_its_experts_are_held_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"weights": {"num_bits": 4, "strategy": "group"}}, "4 bits by group is not supported"),
+        (
+            {"weights": {"num_bits": 4, "strategy": "group"}},
+            "in format 'int-quantized' with weights of 4 bits by group is not supported",
+        ),
         ({"weights": {"num_bits": 8, "strategy": "channel", "symmetric": False}}, "zero points"),
         ({"weights": None}, "must say one grid of weights, got 0"),
         ({"method": "hqq"}, "quantization_config is not supported.*quant_method is 'hqq'"),

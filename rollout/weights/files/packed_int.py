@@ -203,13 +203,12 @@ _ENDINGS = (
 
 def _found(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
     method = packed.get("quant_method")
-    if method == COMPRESSED:
-        return _compressed(files, stem, packed)
-    if method in (GPTQ, AWQ):
-        return (_gptq if method == GPTQ else _awq)(files, stem, packed)
+    if is_packed_config(packed):
+        read = {GPTQ: _gptq, AWQ: _awq}.get(str(method), _compressed)
+        return read(files, stem, packed)
     raise ConfigError(
-        f"{stem} is packed in int32, and the config.json beside it says quant_method={method!r}: "
-        f"{GPTQ}, {AWQ} and {COMPRESSED} ({PACKED}) are read"
+        f"{stem} is packed, and the config.json beside it says quant_method={method!r}, "
+        f"format={packed.get('format')!r}: {GPTQ}, {AWQ} and {COMPRESSED} ({PACKED}) are read"
     )
 
 

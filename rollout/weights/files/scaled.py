@@ -16,6 +16,7 @@ from rollout.weights import CASTABLE, Box, TensorMeta
 from rollout.weights.files.packed_int import (
     ACTIVATIONS,
     COMPRESSED,
+    PACKED,
     is_packed_config,
     quantization_config,
 )
@@ -182,8 +183,9 @@ def _compressed(packed: Mapping[str, object], file: str) -> Block | None:
         strategy, bits = weights.get("strategy"), weights.get("num_bits")
         if bits != 8 or strategy not in ("tensor", "channel", "block"):
             raise ConfigError(
-                f"{file}: compressed-tensors with weights of {bits} bits by {strategy} is not "
-                "supported; use a checkpoint in 8 bits (int8 or fp8) by channel, block or tensor"
+                f"{file}: compressed-tensors in format {packed.get('format')!r} with weights of "
+                f"{bits} bits by {strategy} is not supported; use a checkpoint in 8 bits (int8 or "
+                f"fp8) by channel, block or tensor, or in {PACKED}"
             )
         if not weights.get("symmetric", True):
             raise ConfigError(
