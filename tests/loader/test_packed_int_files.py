@@ -95,6 +95,19 @@ def test_a_format_counts_where_no_checkpoint_format_is_said(tmp_path):
         assert torch.equal(lazy.read(Box.full(lazy.shape)), values)
 
 
+def test_a_module_that_gptq_packs_otherwise_is_read_as_it_is(tmp_path):
+    """As GPTQModel does by ``dynamic``, of ``lm_head`` by itself: 8 bits there, 4 elsewhere."""
+    made, values = packed("gptq_v2", LINEAR, (48, 80), torch.Generator().manual_seed(1))
+    save_file({n: t.contiguous() for n, t in made.items()}, tmp_path / "model.safetensors")
+    own = {"bits": 8, "group_size": GROUP}
+    patterns = {"q_proj": {"bits": 2}, r"-:.*k_proj": {}, r"+:.*\.q_proj": own, ".*": {"bits": 2}}
+    said = CONFIGS["gptq_v2"] | {"bits": 4, "group_size": 64, "dynamic": patterns}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    with open_checkpoint(str(tmp_path)) as checkpoint:
+        ((_, lazy),) = checkpoint.items()
+        assert torch.equal(lazy.read(Box.full(lazy.shape)), values)
+
+
 def test_weights_of_one_checkpoint_may_have_groups_of_several_sizes(tmp_path):
     """As llm-compressor writes several ``config_groups`` of as many bits."""
     generator = torch.Generator().manual_seed(1)

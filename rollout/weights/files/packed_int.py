@@ -8,6 +8,7 @@ Each says (code - zero) * scale. They differ in where a code lies: see ``_gptq``
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,7 @@ def _gptq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
     GPTQModel takes that one of all codes from a word at once, so that a code of 0 borrows from the
     next: to the word it is given back.
     """
+    packed = {**packed, **_own(packed.get("dynamic"), stem)}
     bits = _bits(stem, packed.get("bits"))
     form = str(packed.get("checkpoint_format") or packed.get("format") or GPTQ).lower()
     if form not in (GPTQ, _GPTQ_V2):
@@ -252,6 +254,20 @@ def _gptq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
             plus=0 if form == _GPTQ_V2 else ones,
         ),
     )
+
+
+def _own(dynamic: object, stem: str) -> dict[str, Any]:
+    """What GPTQModel's ``dynamic`` says of one module: the first pattern that begins its name."""
+    for pattern, said in dynamic.items() if isinstance(dynamic, Mapping) else ():
+        try:
+            found = re.match(pattern.removeprefix("+:"), stem)
+        except re.error as error:
+            raise ConfigError(
+                f"the config.json's dynamic has {pattern!r}, no regular expression: {error}"
+            ) from error
+        if found and isinstance(said, Mapping):
+            return dict(said)
+    return {}
 
 
 def _awq(files: Files, stem: str, packed: Mapping[str, Any]) -> PackedLinear:
