@@ -237,11 +237,12 @@ class Arch:
     (``mlp_scales``); caps on q k^T and on the logits. ``sinks``: a trained score of each
     head takes part in its softmax and has no value.
 
-    Windows: layers may see ``sliding_window`` keys (that many where the file has no such field):
-    ``slides`` "always" all of them; "switched" by ``use_sliding_window`` those that ``layer_types``
-    or ``max_window_layers`` say; "typed" those that ``layer_types`` says, else all but each
-    ``full_every``-th (0: all). ``chunked``: in layers that turn, a query sees the keys of its own
-    chunk of ``attention_chunk_size`` alone.
+    Windows: layers may see ``sliding_window`` keys (that many where the file has no such field),
+    where ``switched`` only if ``use_sliding_window`` is on. ``slides`` "always": all of them; else
+    those that ``layer_types`` says, and where the file has none, "typed": all but each
+    ``full_every``-th (0: all), "late": those from ``max_window_layers`` on, "early": each second of
+    those before it, "unturned": those without positions. ``chunked``: in layers that turn, a query
+    sees the keys of its own chunk of ``attention_chunk_size`` alone.
 
     Positions: ``rope_theta`` where the file has none. ``rope_told``: it must have rope parameters,
     which else are scaled ones of transformers. ``local_rope``: (field, base) of layers that
@@ -300,7 +301,8 @@ class Arch:
     attention_softcap: tuple[str, float | None] | None = None
     logits_softcap: tuple[str, float | None] | None = None
     sinks: bool = False
-    slides: Literal["always", "switched", "typed"] | None = None
+    slides: Literal["always", "typed", "late", "early", "unturned"] | None = None
+    switched: bool = False
     sliding_window: int | None = None
     full_every: int = 0
     chunked: bool = False

@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 import transformers_sweep as sweep
+from rank_threads import Session, loaded, prompts, reference
 from tiny_models import ARCHITECTURES, write_tiny
 
+from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError, RolloutError
 from rollout.models.config.model import ModelConfig
 from rollout.models.registry import Registry
@@ -216,6 +218,32 @@ def test_olmo_hybrid_turns_where_its_rope_parameters_are_null(tmp_path: Path) ->
     assert theirs is not None
     ours = ModelConfig.from_hf(values)
     assert ours == alike(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("qwen2", {}),
+        ("qwen2_moe", {}),
+        ("qwen2_moe", {"max_window_layers": 2}),
+        ("qwen3", {"max_window_layers": 1}),
+        ("qwen3_moe", {"max_window_layers": 1}),
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}),
+    ],
+)
+def test_windows_are_in_the_layers_in_which_transformers_has_them_without_layer_types(
+    arch: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {"num_hidden_layers": 4, "sliding_window": 7, "use_sliding_window": True}
+    source = write_tiny(tmp_path, arch, **settings, **changes)
+    values = {**json.loads((tmp_path / "config.json").read_text()), **changes}
+    for name in {"layer_types", "max_window_layers"} - changes.keys():
+        values.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config, [ids] = ModelConfig.from_directory(tmp_path), prompts(320, [40])
+    [wanted] = reference(source, [ids])
+    [got] = Session(loaded(config, TensorParallel(), source.state_dict()), [ids]).advance([40])
+    assert (got - wanted).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("value", [{"hidden_act": "gelu"}, {"mlp_bias": True}])

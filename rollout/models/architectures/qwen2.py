@@ -3,5 +3,5 @@
 from rollout.models.arch import Arch
 
 Qwen2ForCausalLM = Arch(
-    qkv_bias=True, o_bias=False, mlp_bias=False, slides="switched", sliding_window=4096
+    qkv_bias=True, o_bias=False, mlp_bias=False, slides="late", switched=True, sliding_window=4096
 )

@@ -6,7 +6,8 @@ Qwen2MoeForCausalLM = Arch(
     qkv_bias=("qkv_bias", True),
     o_bias=False,
     mlp_bias=False,
-    slides="switched",
+    slides="early",
+    switched=True,
     sliding_window=4096,
     moe=MoEArch(shared=SharedArch(size="shared_expert_intermediate_size")),
 )

@@ -3,5 +3,10 @@
 from rollout.models.arch import Arch
 
 Qwen3ForCausalLM = Arch(
-    qk_norm=True, mlp_bias=False, head_dim_given=True, slides="switched", sliding_window=4096
+    qk_norm=True,
+    mlp_bias=False,
+    head_dim_given=True,
+    slides="late",
+    switched=True,
+    sliding_window=4096,
 )

@@ -3,5 +3,5 @@
 from rollout.models.arch import Arch, MoEArch
 
 Qwen3MoeForCausalLM = Arch(
-    qk_norm=True, mlp_bias=False, slides="switched", sliding_window=4096, moe=MoEArch()
+    qk_norm=True, mlp_bias=False, slides="always", switched=True, sliding_window=4096, moe=MoEArch()
 )

@@ -2,4 +2,6 @@
 
 from rollout.models.arch import Arch
 
-SmolLM3ForCausalLM = Arch(rope_theta=2e6, tied=True, no_rope="listed", slides="switched")
+SmolLM3ForCausalLM = Arch(
+    rope_theta=2e6, tied=True, no_rope="listed", slides="unturned", switched=True
+)

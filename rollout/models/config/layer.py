@@ -26,6 +26,7 @@ NO_SCALING = ("type", "rope_type", "mrope_section", "mrope_interleaved", "llama_
 # transformers' own, of a file without them; of heads of 128.
 MROPE_SECTIONS = {"sections": (16, 24, 24), "interleaved": (24, 20, 20)}
 CHUNK = 8192  # transformers' own, of a file without it
+BORDER = 28  # of max_window_layers, as well
 SLIDES, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 LINEAR = "linear_attention"
 FEEDS: tuple[Literal["mlp", "moe"], ...] = ("mlp", "moe")
@@ -148,7 +149,7 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
             _known(read, CHUNKED, FULL) if given else [CHUNKED if turn else FULL for turn in turns]
         )
     slides = bool(values.get("sliding_window", arch.sliding_window))
-    if arch.slides == "switched":
+    if arch.switched:
         slides = slides and read.flag("use_sliding_window")
     if arch.slides is None or not slides:
         return [FULL] * layers
@@ -156,9 +157,13 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
         return [SLIDES] * layers
     if given is not None:
         return _known(read, SLIDES, FULL)
-    if arch.slides == "switched":
-        first = read.count("max_window_layers", 0, least=0)
-        return [SLIDES if layer >= first else FULL for layer in range(layers)]
+    if arch.slides == "unturned":
+        return [FULL if turn else SLIDES for turn in _turning(read, arch, layers)]
+    if arch.slides in ("late", "early"):
+        border = read.count("max_window_layers", BORDER, least=0)
+        late = arch.slides == "late"
+        ours = [i >= border if late else i < border and i % 2 == 0 for i in range(layers)]
+        return [SLIDES if own else FULL for own in ours]
     every = read.count("sliding_window_pattern", arch.full_every, least=0)
     return [FULL if every and (i + 1) % every == 0 else SLIDES for i in range(layers)]
 
