@@ -245,17 +245,18 @@ class Arch:
     sees the keys of its own chunk of ``attention_chunk_size`` alone.
 
     Positions: ``rope_theta`` where the file has none. ``rope_told``: it must have rope parameters,
-    which else are scaled ones of transformers. ``local_rope``: (field, base) of layers that
-    slide, whose positions are never scaled. ``no_rope``: not in layers that ``no_rope_layers`` has
-    as 0 ("listed"), not in those that do not slide ("full"), in none where
-    ``position_embedding_type`` is not "rope" ("untold"), in none where the rope parameters have no
-    base ("baseless"), or in none at all ("all").
-    ``interleaved``: the pairs that turn are neighbours. ``partial_rotary``:
-    ``partial_rotary_factor`` holds where positions are not scaled, too, and is this where there is
-    none (nor a ``rotary_dim``). ``wide_rope``: cos and sin stay float32. ``grown``: queries that
-    are not turned grow with their position, unless ``attn_temperature_tuning`` is off. ``mrope``: a
-    position has a time, a row and a column, each turning ``mrope_section`` of a head's pairs, one
-    after the other or "interleaved".
+    which else are scaled ones of transformers. ``longrope``: rope that files call "yarn" is of that
+    kind, and scaled beyond so many positions where the top of the file does not say.
+    ``local_rope``: (field, base) of layers that slide, whose positions are never scaled.
+    ``no_rope``: not in layers that ``no_rope_layers`` has as 0 ("listed"), not in those that do not
+    slide ("full"), in none where ``position_embedding_type`` is not "rope" ("untold"), in none
+    where the rope parameters have no base ("baseless"), or in none at all ("all"). ``interleaved``:
+    the pairs that turn are neighbours. ``partial_rotary``: ``partial_rotary_factor`` holds where
+    positions are not scaled, too, and is this where there is none (nor a ``rotary_dim``).
+    ``wide_rope``: cos and sin stay float32. ``grown``: queries that are not turned grow with their
+    position, unless ``attn_temperature_tuning`` is off. ``mrope``: a position has a time, a row and
+    a column, each turning ``mrope_section`` of a head's pairs, one after the other or
+    "interleaved".
 
     ``gated``: ``q_proj`` has a gate behind each head, whose sigmoid multiplies what it attends to.
 
@@ -308,6 +309,7 @@ class Arch:
     chunked: bool = False
     rope_theta: float = 1e4
     rope_told: bool = False
+    longrope: int | None = None
     local_rope: tuple[str, float] | None = None
     no_rope: Literal["listed", "full", "untold", "baseless", "all"] | None = None
     interleaved: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,24 @@ def test_longrope_is_that_of_transformers_where_both_choose_alike(
     model = loaded(config, TensorParallel(), source.state_dict(), max_model_len=512)
     [ours], [theirs] = Session(model, [ids]).advance([3]), reference(source, [ids])
     assert (ours - theirs).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["longrope", "yarn"])
+def test_longrope_of_phi_3_goes_by_both_names_and_without_its_original_length(
+    tmp_path: Path, name: str
+) -> None:
+    rope = {"short_factor": [1.0, 1.3, 1.6, 1.9], "long_factor": [2.0] * 4, "factor": 8.0}
+    source = write_tiny(tmp_path, "phi3", rope_parameters={"rope_type": "longrope", **rope})
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["rope_parameters"]
+    values.pop("original_max_position_embeddings", None)
+    values |= {"rope_scaling": {"type": name, **rope}, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"partial_rotary_factor": 0.5}))
+    config, [ids] = ModelConfig.from_directory(tmp_path), prompts(320, [29])
+    theirs = type(source).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = loaded(config, TensorParallel(), source.state_dict())
+    [ours], [wanted] = Session(model, [ids]).advance([29]), reference(theirs, [ids])
+    assert (ours - wanted).abs().max() < 1e-4
 
 
 def check_logits(

@@ -10,4 +10,5 @@ Phi3ForCausalLM = Arch(
     fused_gate_up=True,
     partial_rotary=1.0,
     slides="always",
+    longrope=4096,
 )

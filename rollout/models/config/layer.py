@@ -216,6 +216,7 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
         given = dict(given[layers])
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = ROPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    kind = "longrope" if kind == "yarn" and arch.longrope is not None else kind
     if not isinstance(kind, str) or kind not in ROPE_NEEDS:
         raise ConfigError(f"{file}: rope_type {kind!r} is not one of {', '.join(ROPE_NEEDS)}")
     if arch.qk_norm_over == "turned" and kind in ("yarn", "longrope"):
@@ -238,7 +239,7 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
         axes = _read_axes(read, arch, given, share)
         return RopeConfig(kind=kind, theta=theta, partial=share, axes=axes)
     # A top-level value wins over the one inside, as in transformers.
-    own = values.get("original_max_position_embeddings")
+    own = values.get("original_max_position_embeddings") or arch.longrope
     own = own or given.get("original_max_position_embeddings")
     given["original_max_position_embeddings"] = own or read.count("max_position_embeddings")
     scaling = {name: given[name] for name in sorted(given) if name not in NO_SCALING}
