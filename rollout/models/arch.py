@@ -305,7 +305,7 @@ class Arch:
     slides: Literal["always", "typed", "late", "early", "unturned"] | None = None
     switched: bool = False
     sliding_window: int | None = None
-    full_every: int = 0
+    full_every: int | tuple[str, int] = 0
     chunked: bool = False
     rope_theta: float = 1e4
     rope_told: bool = False

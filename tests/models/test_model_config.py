@@ -104,6 +104,8 @@ def test_what_cannot_be_run_is_refused(changes, match):
         ("Mistral", {"sliding_window": None}, [0, 0]),
         ("Ministral", {"sliding_window": 64, "layer_types": [SLIDES, FULL]}, [64, 0]),
         ("Gemma2", {"num_hidden_layers": 3, "head_dim": 16}, [4096, 0, 4096]),
+        ("Gemma2", {"sliding_window_pattern": 3, "head_dim": 16}, [4096, 0]),
+        ("Cohere2", {"sliding_window_pattern": 1, "layer_norm_eps": 1e-5}, [0, 0]),
         ("Gemma3", {"sliding_window": 9, "sliding_window_pattern": 2, "head_dim": 16}, [9, 0]),
     ],
 )

@@ -22,7 +22,7 @@ Cohere2ForCausalLM = replace(
     qk_norm=False,
     slides="typed",
     sliding_window=4096,
-    full_every=4,
+    full_every=("sliding_window_pattern", 4),
     no_rope="full",
     rope_theta=1e4,
 )

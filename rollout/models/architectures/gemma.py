@@ -40,7 +40,7 @@ Gemma3ForCausalLM = replace(
     logits_softcap=("final_logit_softcapping", None),
     slides="typed",
     sliding_window=4096,
-    full_every=6,
+    full_every=("sliding_window_pattern", 6),
     rope_theta=1e6,
     local_rope=("rope_local_base_freq", 1e4),
 )

@@ -164,7 +164,8 @@ def _read_types(read: Reader, arch: Arch) -> list[str]:
         late = arch.slides == "late"
         ours = [i >= border if late else i < border and i % 2 == 0 for i in range(layers)]
         return [SLIDES if own else FULL for own in ours]
-    every = read.count("sliding_window_pattern", arch.full_every, least=0)
+    told = arch.full_every
+    every = told if isinstance(told, int) else read.count(told[0], told[1], least=0)
     return [FULL if every and (i + 1) % every == 0 else SLIDES for i in range(layers)]
 
 
