@@ -75,8 +75,9 @@ class Completion:
     (int16 above 256 experts), of the prompt and then the output, from position
     ``routed_experts_prompt_start`` on. No row for the last token, which nothing was computed of.
     ``sampling_mask``: where asked for, which tokens each was drawn from. ``==`` compares neither.
-    ``adapter``: what answered beside the base, ``name@version``; "" where nothing did. The version
-    of a token is that of the newest commit that changed the base or its adapter.
+    ``adapter``: what answered beside the base, ``name@version`` (of its newest token, where several
+    versions did); "" where nothing did. The version of a token is that of the newest commit that
+    changed the base or its adapter.
     """
 
     index: int

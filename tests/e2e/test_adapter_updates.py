@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from rollout.errors import (
     VersionConflict,
     WeightMismatch,
 )
+from rollout.generation import ContinuedPrompt
 from rollout.models.adapters.model import AdapterModel
 from rollout.weight_sync.protocol.committed import Committed, DeltaBase
 from rollout.weight_sync.protocol.messages import UpdateRequest
@@ -423,6 +425,44 @@ def test_a_pinned_request_that_is_aborted_says_which_adapter_made_its_tokens(eng
     engine.resume_generation()
     assert last.outputs[0].finish_reason == "abort"
     assert stamped(last) == (f"math@{old}", old)
+
+
+def test_a_sample_that_ends_as_it_is_moved_says_which_adapter_made_its_tokens(engine, base) -> None:
+    model = adapted(base, 23)
+    old = engine.update_weights(adapters={"math": model}).version
+    for more in ({}, {"max_staleness": 0, "on_stale": "finish"}):
+        params = SamplingParams(adapter="math", temperature=0, max_tokens=60, **more)
+        running = paused(engine, params)
+        newer = engine.update_weights(adapters={"math": shaken(model, 24)}, in_flight="recompute")
+        if not more:
+            engine.abort()
+        *_, last = running
+        engine.resume_generation()
+        done = last.outputs[0]
+        assert done.finish_reason == ("length" if more else "abort")
+        assert {span.version for span in done.weight_versions} == {old}
+        assert done.adapter == f"math@{old}"
+        old = newer.version
+
+
+def test_what_goes_on_from_another_engine_keeps_the_versions_of_its_tokens(engine, base) -> None:
+    model = adapted(base, 25)
+    old = engine.update_weights(adapters={"math": model}).version
+    params = SamplingParams(adapter="math", temperature=0, max_tokens=8, ignore_eos=True)
+    [begun] = engine.generate([PROMPTS[0]], replace(params, max_tokens=5))
+    going_on = replace(begun.outputs[0], finish_reason=None)
+    newer = engine.update_weights(adapters={"math": shaken(model, 26)}).version
+    prompt = ContinuedPrompt(tuple(PROMPTS[0]), (going_on,))
+    done = engine.generate([prompt], params)[0].outputs[0]
+    assert [(s.version, s.start, s.stop) for s in done.weight_versions] == [
+        (old, 0, 5),
+        (newer, 5, 8),
+    ]
+    assert (done.staleness, done.adapter) == (newer - old, f"math@{newer}")
+    stale = replace(params, max_staleness=0, on_stale="finish")
+    ended = engine.generate([prompt], stale)[0].outputs[0]
+    assert (ended.token_ids, ended.stop_reason) == (going_on.token_ids, "max_staleness")
+    assert ended.adapter == f"math@{old}"
 
 
 def test_caches_of_the_base_outlive_an_adapters_commit(engine, base) -> None:

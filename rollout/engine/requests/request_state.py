@@ -173,10 +173,12 @@ class Sample:
         """Have what another engine has delivered of this sample; the KV of it is computed here."""
         seq, logs = self.sequence, delivered.logprobs
         seq.own_tokens()
+        adapter, seq.adapter = seq.adapter, None  # maybe newer than what made those tokens
         columns = (delivered.token_ids, logs.raw, logs.processed, logs.log_kept_mass)
         spans = (span for span in delivered.weight_versions for _ in range(span.start, span.stop))
         for token, raw, processed, mass, span in zip(*columns, spans, strict=True):
             seq.append(token, span.version, raw, processed, mass)
+        seq.adapter, seq.answered_by = adapter, delivered.adapter if seq.output_len else ""
         if seq.top is not None:
             seq.top += logs.top or []
         if seq.kept is not None and delivered.sampling_mask is not None:
@@ -228,7 +230,7 @@ class Sample:
             seq.weight_versions.spans(),
             seq.stamped_kv_spans(),
             staleness(seq),
-            seq.adapter_name,
+            seq.answered_by or seq.adapter_name,
         )
 
     def _end(self, reason: str, stop: int | str | None) -> None:

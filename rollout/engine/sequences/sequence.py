@@ -67,6 +67,7 @@ class Sequence:
     image_positions: ImagePositions | None = None
     target: int | None = None
     adapter: AdapterVersion | None = None
+    answered_by: str = ""  # ``name@version`` of the adapter that made its newest token
     adapter_place: int | None = None  # where it lies while this runs; None: in its slot
     pin: int | None = None
     shares_prompt: bool = False
@@ -270,7 +271,9 @@ class Sequence:
         self.processed.append(processed)
         self.log_kept_mass.append(mass)
         self.cumulative_logprob += raw
-        self.weight_versions.extend(version if self.adapter is None else self.stamp(version), 1)
+        if self.adapter is not None:
+            version, self.answered_by = self.stamp(version), self.adapter_name
+        self.weight_versions.extend(version, 1)
 
     def advance(self, count: int, version: int) -> None:
         """The KV of the next ``count`` positions was computed by ``version``."""
