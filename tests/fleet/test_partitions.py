@@ -2,10 +2,10 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
-from fleet_front import Front
+from fleet_front import Front, OneMore
 from proxies import Proxy
 from shared_engines import eventually
 from tiny_models import randomize
@@ -105,6 +105,26 @@ def test_a_member_behind_a_partition_keeps_no_verb_from_the_others_and_is_brough
             parted.rollout.resume_generation()
         assert all(output.finished for output in asked.result(60.0))
     assert not engines[2].generate(cached, GREEDY)[0].num_cached_tokens
+
+
+def test_a_front_that_routes_only_waits_for_nobody_behind_a_partition(parted, proxies):
+    with Proxy(parted.rollout.address) as way:
+        other = OneMore(way.address)
+        try:
+            assert all(output.finished for output in other.rollout.generate(PROMPTS, GREEDY))
+            proxies[2].hold()
+            eventually(lambda: len(other.fleet.serving()) == 2)
+            begun = time.monotonic()
+            assert other.rollout.abort() == 0
+            assert time.monotonic() - begun < 4 * parted.fleet.lease
+            way.hold()
+            begun = time.monotonic()
+            with suppress(EngineClosed):  # of members, which serve until their leases end
+                other.rollout.metrics()
+            assert time.monotonic() - begun < 4 * parted.fleet.lease
+        finally:
+            way.go_on()
+            other.close()
 
 
 @pytest.mark.more

@@ -12,6 +12,7 @@ from typing import Any
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, RolloutError
 from rollout.fleet.coordination.actions import MAX_LEASE
 from rollout.fleet.coordination.held import Held
+from rollout.fleet.coordination.member import Status
 from rollout.fleet.directory import Directory
 from rollout.fleet.link import LOOK_AGAIN, Link
 from rollout.rpc.address import is_loopback, split_address
@@ -24,6 +25,7 @@ ASKED = 2.0  # seconds for which a question waits for something new
 ANSWERS = 2.0  # seconds more until it has not answered
 PAUSE = 0.5  # seconds between questions while nobody answers
 _OUT = ("fenced", "leaving", "dead", "closed")  # states in which an engine takes no calls
+_SERVE_NONE = (Status.JOINING, Status.FENCED, Status.LEFT)
 _ROUTES_ONLY = (
     "this front routes only: members come and go at the front that coordinates, which `rollout "
     "fleet --coordinator` names"
@@ -114,7 +116,9 @@ class RoutedFleet(Directory):
             return [self._links[r.name] for r in self._routes.values() if not self._why_not(r)]
 
     def with_calls(self) -> list[Link]:
-        return self.links()
+        with self._changed:
+            told = self._routes.values()
+            return [self._links[r.name] for r in told if r.status not in _SERVE_NONE]
 
     def standings(self) -> dict[str, Standing]:
         with self._changed:
@@ -149,6 +153,10 @@ class RoutedFleet(Directory):
 
     def leave(self, name: str, notice: float) -> None:
         raise ConfigError(_ROUTES_ONLY)
+
+    def is_silent(self) -> bool:
+        """Whether the coordinating front's last word counts no more."""
+        return bool(self._silence)
 
     def whys(self) -> str:
         with self._changed:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, EngineError
 from rollout.fleet.calls.hold import Holding
+from rollout.fleet.calls.taken import answer_of
 from rollout.fleet.coordination.held import Held
 from rollout.fleet.fronts.front import Front
 from rollout.fleet.fronts.routed_fleet import RoutedFleet
@@ -65,8 +66,9 @@ class RoutingFront(Front):
     async def stats(self) -> EngineStats:
         """Of the fleet, its updates among it; of the members alone where nobody coordinates."""
         with suppress(EngineError):
-            stats = await self._client.stats()
-            return replace(stats, state=await self.state(), paused=self.hold.wanted.paused)
+            fleet = self.fleet
+            for stats in await answer_of(self._client.stats(), fleet.is_silent, fleet.lease):
+                return replace(stats, state=await self.state(), paused=self.hold.wanted.paused)
         return await super().stats()
 
     async def routes(self, ask: AskRoutes) -> Routes:
