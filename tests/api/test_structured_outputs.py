@@ -86,9 +86,13 @@ def test_every_sample_follows_its_grammar(
             assert 1 <= found["size"] <= 20
 
 
-def test_without_an_end_token_a_sample_ends_with_its_grammar(engine: Rollout) -> None:
-    assert texts(engine, {"choice": ["no"]}, ignore_eos=True) == ["no"]
-    assert texts(engine, {"choice": ["no"]}, ignore_eos=True, stop=["never"]) == ["no"]
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_without_an_end_token_a_sample_ends_with_its_grammar(
+    engine: Rollout, skip_special_tokens: bool
+) -> None:
+    asked = {"ignore_eos": True, "skip_special_tokens": skip_special_tokens}
+    assert texts(engine, {"choice": ["no"]}, **asked) == ["no"]
+    assert texts(engine, {"choice": ["no"]}, stop=["never"], **asked) == ["no"]
 
 
 def test_rows_with_grammars_beside_others_change_nothing_for_these(engine: Rollout) -> None:

@@ -141,6 +141,8 @@ class InputProcessor:
         if params.max_tokens is not None:
             longest = min(longest, len(prompt) + params.max_tokens)
         stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos or params.structured_outputs is not None:
+            stops |= self._model.eos_ids  # a grammar leaves one where the text is complete
         make = partial(
             TokenSequence,
             request_id=request.request_id,
@@ -149,7 +151,7 @@ class InputProcessor:
             shares_prompt=params.n > 1,
             target=target,
             max_len=longest,
-            stop_ids=stops if params.ignore_eos else stops | self._model.eos_ids,
+            stop_ids=stops,
             bad_words=request.bad_words or (),
             image_positions=ImagePositions(len(prompt), request.images) if request.images else None,
             adapter=None if params.adapter is None else self._adapters.resolve(params.adapter),

@@ -153,7 +153,9 @@ class Sample:
         seq = self.sequence
         token = seq.token_ids[-1]
         if token in seq.stop_ids and seq.output_len >= seq.params.min_tokens:
-            by_eos = token in eos_ids and not seq.params.ignore_eos
+            params = seq.params
+            asked = params.ignore_eos and token in params.stop_token_ids
+            by_eos = token in eos_ids and not asked
             self._end("stop", None if by_eos else token)
             return True
         if self.stepwise and self.text is not None:
