@@ -75,6 +75,8 @@ class GraphSets:
             for model in (instances.live, shadow):
                 if model is not None and model not in self:
                     self._capture_over(model, kv)
+        if shadow is not None:
+            instances.shadow_is_read()  # kernels run before they are captured
 
     def draw(
         self, model: Model, batch: ForwardBatch, sampling: SamplingMetadata

@@ -151,7 +151,7 @@ class ModelRunner:
             self.states.copy(tensors.get("state_restores"))
             output = self._output(model, batch, sampling, tensors.get("hidden_sums"))
             if pinned:
-                self.instances.stepped_previous()
+                self.instances.shadow_is_read()
             self.states.copy(tensors.get("state_saves"))
             if output is None:
                 self._drawn[number] = torch.zeros(sampling.num_sampled, dtype=torch.int64)

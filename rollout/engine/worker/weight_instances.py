@@ -104,8 +104,8 @@ class ModelInstances:
             raise VersionConflict("the version before the live one lies in host memory")
         return shadow
 
-    def stepped_previous(self) -> None:
-        """A step by ``previous`` was enqueued on the device: the next load waits for it."""
+    def shadow_is_read(self) -> None:
+        """By what was enqueued on the device, a step or a capture's: the next load waits for it."""
         if self._device.type == "cuda":
             self._note_steps(moved=False)
 
