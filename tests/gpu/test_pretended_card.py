@@ -81,6 +81,51 @@ MISTAKES = {
         "x.copy_(torch.ones(2, dtype=torch.uint8, device='cuda'), non_blocking=True)\n"
         "raise SystemExit(str(x.tolist()))"
     ),
+    "[165, 165]": (  # another stream was waited for
+        "x = torch.empty(2, dtype=torch.uint8, pin_memory=True)\n"
+        "x.copy_(torch.ones(2, dtype=torch.uint8, device='cuda'), non_blocking=True)\n"
+        "torch.cuda.Stream().synchronize()\n"
+        "raise SystemExit(str(x.tolist()))"
+    ),
+    "add on stream 1 reads what mul_ on stream 0 may still write": (
+        "x, stream = torch.ones(2, device='cuda'), torch.cuda.Stream()\n"
+        "stream.wait_stream(torch.cuda.current_stream())\n"
+        "x *= 2\n"
+        "with torch.cuda.stream(stream):\n"
+        "    x + 1"
+    ),
+    "fill_ on stream 0 writes what _gate on stream 1 may still read": (
+        "from rollout.kernels import silu_mul\n"
+        "x, stream = torch.ones(2, 64, device='cuda'), torch.cuda.Stream()\n"
+        "stream.wait_stream(torch.cuda.current_stream())\n"
+        "with torch.cuda.stream(stream):\n"
+        "    silu_mul.implementation('triton')(x)\n"
+        "x.fill_(2)"
+    ),
+    "nothing was refused": (
+        "x, stream, event = torch.ones(2, device='cuda'), torch.cuda.Stream(), torch.cuda.Event()\n"
+        "here = torch.cuda.current_stream()\n"
+        "stream.wait_stream(here)\n"
+        "with torch.cuda.stream(stream):\n"
+        "    x *= 2\n"
+        "    event.record()\n"
+        "here.wait_event(event)\n"
+        "y = x + 1\n"
+        "here.synchronize()\n"
+        "with torch.cuda.stream(stream):\n"
+        "    x.fill_(y[0].item())\n"
+        "stream.synchronize()\n"
+        "del x, y\n"
+        "torch.ones(2, device='cuda')"
+    ),
+    "mul on stream 1 may still be at it": (  # and the next tensor of stream 0 takes its place
+        "x, stream = torch.ones(2, device='cuda'), torch.cuda.Stream()\n"
+        "stream.wait_stream(torch.cuda.current_stream())\n"
+        "with torch.cuda.stream(stream):\n"
+        "    y = x * 2\n"
+        "del x\n"
+        "torch.ones(2, device='cuda')"
+    ),
     "changed before it was read": (
         "x = torch.ones(2).pin_memory()\n"
         "y = x.to('cuda', non_blocking=True)\n"

@@ -15,9 +15,11 @@ from pretended_cuda.segments import in_segment
 from pretended_cuda.timeline import (
     copy_later,
     current_stream,
+    done,
     is_pinned,
     read_later,
     record,
+    touches,
     wait,
 )
 
@@ -85,12 +87,14 @@ def run_on_card(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return func(*plain_of(args), **plain_of(kwargs))  # new_empty(device="cpu") and such
     if name not in DESCRIBE:
         _check_devices(name, args, kwargs)
-    if name in WAITS:
-        wait(name)
     kwargs = {key: value for key, value in kwargs.items() if key != "device"}
     plain_args, plain_kwargs = plain_of(args), plain_of(kwargs)
-    run = functools.partial(func, *plain_args, **plain_kwargs)
+    run: Any = functools.partial(func, *plain_args, **plain_kwargs)
+    if name not in DESCRIBE:
+        run = done(run)
     found = run()
+    if name in WAITS:
+        wait(name)
     if name not in DESCRIBE:
         record(run, found)
     # What was changed in place comes back as it is.
@@ -126,15 +130,19 @@ def moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     here = source.device
     target = here if target is None else target
     plain = source.inner if isinstance(source, Card) else source
+    run: Any
     if target.type == here.type:
-        run = functools.partial(plain.to, dtype or plain.dtype)
+        run = done(functools.partial(plain.to, dtype or plain.dtype))
     else:
-        if target.type == "cpu":
-            wait("a copy to the host")
-        elif kwargs.get("non_blocking"):
-            read_later(plain)
         run = functools.partial(_fresh, plain, dtype or plain.dtype, on_card=target.type != "cpu")
     found = run()
+    if target.type != here.type:
+        there = [plain] if target.type == "cpu" else []
+        touches("a copy", there, [] if there else [found], new=True)
+        if target.type != "cpu" and kwargs.get("non_blocking"):
+            read_later(plain)
+        else:
+            wait("a copy to the host or from there")
     record(run, found)
     if found is plain:
         return source
@@ -151,17 +159,31 @@ def _fresh(plain: Tensor, dtype: torch.dtype, *, on_card: bool) -> Tensor:
 def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     current_stream().catch_up()
     a, b = (x.inner if isinstance(x, Card) else x for x in (target, source))
-    if not isinstance(target, Card):
-        if non_blocking and is_pinned(a):
-            copy_later(a, b)
-            return target
+    if isinstance(target, Card) and isinstance(source, Card):
+        run = done(functools.partial(a.copy_, b))
+        run()
+        record(run, a)
+        return target
+    if isinstance(target, Card):
+        _copy_from_host(a, b)
+        record(functools.partial(_copy_from_host, a, b), a)
+        if non_blocking:
+            read_later(b)
+        else:
+            wait("a copy from the host")
+        return target
+    touches("a copy to the host", [b], [])
+    if non_blocking and is_pinned(a):
+        copy_later(a, b)
+    else:
         wait("a copy to the host")
-    elif non_blocking and not isinstance(source, Card):
-        read_later(b)
-    run = functools.partial(a.copy_, b)
-    run()
-    record(run, a)
+        a.copy_(b)
     return target
+
+
+def _copy_from_host(target: Tensor, source: Tensor) -> None:
+    touches("a copy from the host", [], [target])
+    target.copy_(source)
 
 
 def _check_devices(name: str, args: Any, kwargs: Any) -> None:

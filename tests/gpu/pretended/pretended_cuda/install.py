@@ -25,6 +25,7 @@ from pretended_cuda.card import (
     run_on_card,
     set_device,
 )
+from pretended_cuda.order import Places, look_at_kernels, looking
 from pretended_cuda.sharing import Nccl, Runtime
 from pretended_cuda.timeline import (
     Event,
@@ -33,6 +34,8 @@ from pretended_cuda.timeline import (
     Stream,
     capture,
     current_stream,
+    done,
+    launched,
     on_stream,
     pinned,
     record,
@@ -70,7 +73,7 @@ def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "cuda":
             return keep(make(*args, **kwargs))
-        run = functools.partial(make, *plain_of(args), **{**kwargs, "device": "cpu"})
+        run = done(functools.partial(make, *plain_of(args), **{**kwargs, "device": "cpu"}))
         found = run()
         if not make.__name__.startswith("empty"):
             record(run, found)
@@ -109,19 +112,22 @@ def _launch_on_cards() -> None:
     launch = GridExecutor.__call__
     turn = threading.Lock()  # the interpreter patches its modules for as long as a kernel runs
 
-    def one_by_one(*args: Any, **kwargs: Any) -> None:
-        with turn:
+    def one_by_one(*args: Any, **kwargs: Any) -> Places:
+        with turn, looking() as places:
             launch(*args, **kwargs)
+        return places
 
-    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+    def launch_on_card(self: Any, *args: Any, **kwargs: Any) -> None:
         current_stream().catch_up()
         strange = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Card)]
         assert not strange, "a kernel was given a tensor of the host"
-        run = functools.partial(one_by_one, self, *plain_of(args), **plain_of(kwargs))
+        ran = functools.partial(one_by_one, self, *plain_of(args), **plain_of(kwargs))
+        run = launched(ran, self.fn.__name__)
         run()
         record(run, None)
 
-    GridExecutor.__call__ = launched
+    GridExecutor.__call__ = launch_on_card
+    look_at_kernels()
 
 
 def install() -> None:

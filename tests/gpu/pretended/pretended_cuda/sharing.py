@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pretended_cuda.card import Card, all_tensors, plain_of
 from pretended_cuda.segments import name_of_segment, segment_at
-from pretended_cuda.timeline import record
+from pretended_cuda.timeline import record, touches
 from rollout.errors import TransferFailed
 from rollout.weight_sync.transports.cuda_memory import Allocation
 
@@ -40,6 +40,7 @@ class Nccl:
         def call(tensors: Any, *rest: Any) -> Any:
             def run() -> None:
                 called(*plain).wait()
+                touches(name, [], all_tensors(plain))
 
             assert all(isinstance(x, Card) for x in all_tensors((tensors, rest))), name
             plain = plain_of((tensors, *rest))

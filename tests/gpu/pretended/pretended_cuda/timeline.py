@@ -13,19 +13,73 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from pretended_cuda.order import (
+    Clock,
+    Line,
+    Places,
+    Watch,
+    is_done,
+    join,
+    touch,
+    touch_places,
+    wait_for,
+    wait_for_all,
+)
+
 _state = threading.local()
-_late: list[Callable[[], Any]] = []
-_waits = threading.RLock()  # who waits beside another thread goes on when all has been done
+_late: list[tuple[int, int, Callable[[], Any]]] = []  # by a stream, and its place there
+_waits = threading.RLock()  # who waits beside another thread goes on when that has been done
 _pools: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # their streams
 _pinned: list[Tensor] = []  # kept: no other tensor may get their addresses
 
 
 def wait(what: str) -> None:
-    """The device has done all that it was asked for."""
+    """The calling thread's stream has done all that it was asked for."""
     refuse_in_capture(what)
+    _waited(current_stream().line.behind)
+
+
+def _waited(clock: Clock) -> None:
+    """The host has, for that."""
+    wait_for(clock)
     with _waits, torch.inference_mode():
-        while _late:
-            _late.pop(0)()
+        arrived = [late for late in _late if is_done(*late[:2])]
+        for late in arrived:
+            _late.remove(late)
+            late[2]()
+
+
+def done(run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run``, operations of torch's, as work of the stream of who calls it."""
+
+    def call() -> Any:
+        if _captures():
+            return run()
+        with Watch(current_stream().line):
+            return run()
+
+    return call
+
+
+def launched(run: Callable[[], Places], name: str) -> Callable[[], Any]:
+    """As ``done``, a kernel."""
+
+    def call() -> None:
+        places = run()
+        if not _captures():
+            touch_places(current_stream().line, name, places.found)
+
+    return call
+
+
+def touches(name: str, reads: list[Tensor], writes: list[Tensor], *, new: bool = False) -> None:
+    """The stream of who calls it does that."""
+    if not _captures():
+        touch(current_stream().line, name, reads, writes, new=new)
+
+
+def _captures() -> bool:
+    return getattr(_state, "graph", None) is not None
 
 
 def pinned(tensor: Tensor) -> Tensor:
@@ -47,18 +101,24 @@ def read_later(source: Tensor) -> None:
     def compare() -> None:
         assert torch.equal(before, source), "pinned memory was changed before it was read"
 
-    _late.append(compare)
+    _later(compare)
 
 
 def copy_later(target: Tensor, values: Tensor) -> None:
     """Pinned memory gets ``values`` when somebody waits; until then it holds what is wrong."""
     refuse_in_capture("a copy to the host")
-    _late.append(functools.partial(target.copy_, values.clone()))
+    _later(functools.partial(target.copy_, values.clone()))
     target.view(-1).view(torch.uint8).fill_(0xA5)
 
 
+def _later(work: Callable[[], Any]) -> None:
+    line = current_stream().line
+    with _waits:
+        _late.append((line.id, line.time, work))
+
+
 def refuse_in_capture(what: str) -> None:
-    if getattr(_state, "graph", None) is not None:
+    if _captures():
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
 
@@ -80,6 +140,7 @@ class Graph:
         for run, outs in self.calls:
             for old, new in zip(outs, tensors_of(run()), strict=True):
                 if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    touches("a replay", [], [old])
                     old.copy_(new)
 
     def reset(self) -> None:
@@ -103,14 +164,15 @@ class Pool:
 
 
 class Stream:
-    """In order with everything else, but for what a test has it ``do_late``: when it is asked for
-    another copy or kernel, or somebody waits for it.
+    """Its work is done when it is asked for, but for what a test has it ``do_late``: when it is
+    asked for another copy or kernel, or somebody waits for it.
     """
 
     cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._late: list[Callable[[], Any]] = []
+        self.line = Line()
 
     def do_late(self, work: Callable[[], Any]) -> None:
         self._late.append(work)
@@ -118,36 +180,48 @@ class Stream:
 
     def catch_up(self) -> None:
         while self._late:
-            self._late.pop(0)()
+            with on_stream(self):
+                self._late.pop(0)()
 
     def wait_stream(self, other: Stream) -> None:
         other.catch_up()
+        join(self.line.behind, other.line.behind)
 
     def wait_event(self, event: Event) -> None:
-        event.stream.catch_up()
+        join(self.line.behind, event.clock())
 
     def synchronize(self) -> None:
         self.catch_up()
-        wait("synchronize")
+        refuse_in_capture("synchronize")
+        _waited(self.line.behind)
 
 
 class Event:
-    """Waiting for any waits for everything of its stream."""
+    """Of what a stream was asked for before."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.stream = _default
+        self.stream, self._late = _default, False
+        self._clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or current_stream()
+        self._clock = dict(self.stream.line.behind)
+        self._late = bool(self.stream._late)
+
+    def clock(self) -> Clock:
+        self.stream.catch_up()
+        return self.stream.line.behind if self._late else self._clock
 
     def query(self) -> bool:
+        _waited(self.clock())
         return True
 
     def elapsed_time(self, _: Any) -> float:
         return 1.0
 
     def synchronize(self) -> None:
-        self.stream.synchronize()
+        refuse_in_capture("synchronize")
+        _waited(self.clock())
 
 
 _default = Stream()
@@ -172,7 +246,9 @@ def on_stream(stream: Stream) -> Iterator[None]:
 def synchronize(*_: Any) -> None:
     while _streams:
         _streams.pop(0).catch_up()
-    wait("synchronize")
+    refuse_in_capture("synchronize")
+    wait_for_all()
+    _waited({})
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
