@@ -45,6 +45,12 @@ class Proxy:
         for flows in self._flows.values():
             flows.set()
 
+    @property
+    def num_open(self) -> int:
+        """Connections that neither side has ended."""
+        with self._lock:
+            return sum(sock.fileno() >= 0 for sock in self._open) // 2
+
     def cut(self) -> None:
         """Reset every connection."""
         with self._lock:

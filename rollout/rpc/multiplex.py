@@ -42,9 +42,7 @@ class Multiplex:
         """Of one call: ``generate`` or ``chat``. Left early, it is cancelled there."""
         loop = asyncio.get_running_loop()
         if (stream := self._stream) is None or stream.is_over or stream.loop is not loop:
-            self._stream = stream = _Stream(self._open, self._lost, loop)
-            self._reading.add(stream.reading)
-            stream.reading.add_done_callback(self._reading.discard)
+            self._stream = stream = _Stream(self._open, self._lost, loop, self._reading)
         number, call = stream.begin(request)
         try:
             while (item := await call.next()) is not None:
@@ -59,6 +57,7 @@ class Multiplex:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._stream = None
 
 
 async def read_ahead(
@@ -90,26 +89,28 @@ async def read_ahead(
 
 
 class _Stream:
+    """``tasks`` has the one that reads while it does. Nothing here holds it: an error that ends it
+    would hold this in turn, and the gRPC call, whose channel stays connected for as long.
+    """
+
     def __init__(
         self,
         open: Callable[[Any], Any],
         lost: Callable[[Any], RolloutError],
         loop: asyncio.AbstractEventLoop,
+        tasks: set[asyncio.Task[None]],
     ) -> None:
-        self.loop, self._closed = loop, False
+        self.loop, self.is_over = loop, False  # over: it takes no calls any more
         self._lost = lost
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._call = open(self._sent())
-        self.reading = loop.create_task(self._read())
+        reading = loop.create_task(self._read())
+        tasks.add(reading)
         # Not within ``_read``: a task that is cancelled before it has begun never gets there.
-        self.reading.add_done_callback(self._ended)
-
-    @property
-    def is_over(self) -> bool:
-        """It takes no calls any more."""
-        return self._closed or self.reading.done()
+        reading.add_done_callback(self._ended)
+        reading.add_done_callback(tasks.discard)
 
     def begin(self, request: Mapping[str, Any]) -> tuple[int, _Call]:
         number, call = next(self._numbers), _Call()
@@ -122,10 +123,16 @@ class _Stream:
         if self._calls.pop(number, None) is not None:
             self._commands.put_nowait(pb.MultiplexRequest(call=number, cancel=pb.Done()))
         if not self._calls and not self.is_over:
-            self._closed = True
+            self.is_over = True
             self._commands.put_nowait(None)
 
     async def _read(self) -> None:
+        try:
+            await self._read_all()
+        finally:
+            self.is_over = True
+
+    async def _read_all(self) -> None:
         async for message in self._call:
             for one in message.outputs:
                 if (reader := self._calls.get(one.call)) is not None:
@@ -142,7 +149,7 @@ class _Stream:
         """The calls that run end, too: what went wrong is raised where they are read."""
         found = None if reading.cancelled() else reading.exception()
         problem = found if isinstance(found, Exception) else None
-        self._closed = True
+        self.is_over = True
         self._call.cancel()
         self._commands.put_nowait(None)  # else what sends them waits for more for ever
         for reader in self._calls.values():

@@ -1,6 +1,7 @@
 """Streamed calls of one client share a stream to the service, and say what they would alone."""
 
 import asyncio
+import gc
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -177,6 +178,25 @@ def test_a_stream_of_a_calls_own_is_read_ahead_of_its_reader_and_closed_with_it(
     assert len(found := asyncio.run(asyncio.wait_for(course(), 30))) <= 3
     assert found[-1][1].num_cached_tokens == 99
     assert closed == [100, 1 << 20, 2]
+
+
+def test_a_client_that_has_streamed_keeps_no_connection_once_it_is_closed(engine):
+    """Also where somebody holds it, and nothing looks for garbage."""
+
+    async def work(client):
+        await streamed(client, "prompt", ASKED[0])
+        async with aclosing(client.stream("prompt", LONG)) as left:
+            await anext(left)
+        return client
+
+    gc.disable()
+    try:
+        with Proxy(engine.address) as proxy:
+            held = course(proxy.address, work)
+            eventually(lambda: proxy.num_open == 0)
+    finally:
+        gc.enable()
+    assert "shut down" in repr(held)
 
 
 def test_who_leaves_ends_its_own_call_and_an_error_is_one_calls_own(engine):
