@@ -126,6 +126,8 @@ def test_layers_that_slide_may_have_their_own_positions():
     assert (full.rope.kind, full.rope.theta, full.rope.scaling["factor"]) == ("linear", 1e6, 8.0)
     with pytest.raises(ConfigError, match="say nothing of full_attention"):
         read(gemma, rope_parameters={SLIDES: local})
+    with pytest.raises(ConfigError, match="by type of layer here"):
+        read(gemma, rope_parameters=scaled)  # as if of all layers
 
 
 def test_text_has_one_position_where_images_have_three():

@@ -206,6 +206,7 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     given: dict[str, Any] = dict(read.mapping("rope_scaling") or read.mapping("rope_parameters"))
     if arch.rope_told and not given:
         raise ConfigError(f"{file}: field 'rope_parameters' is missing; the model needs it")
+    _refuse_flat(read, arch)
     default = arch.rope_theta
     if arch.local_rope is not None and layers == SLIDES:
         name, default = arch.local_rope
@@ -247,6 +248,17 @@ def _read_rope(read: Reader, arch: Arch, layers: str) -> RopeConfig:
     _check_scaling(scaling, file)
     axes = _read_axes(read, arch, given, partial)
     return RopeConfig(kind=kind, theta=theta, partial=partial, scaling=scaling, axes=axes)
+
+
+def _refuse_flat(read: Reader, arch: Arch) -> None:
+    """``rope_parameters`` of all layers, where transformers takes them by their type alone."""
+    given = read.mapping("rope_parameters")
+    if arch.local_rope is None or not given or any(isinstance(x, Mapping) for x in given.values()):
+        return
+    raise ConfigError(
+        f"{read.file}: rope_parameters must be by type of layer here, "
+        f'{{"{SLIDES}": {{...}}, "{FULL}": {{...}}}}; transformers ignores others'
+    )
 
 
 def _read_share(read: Reader, arch: Arch, given: dict[str, Any]) -> float:
