@@ -226,6 +226,18 @@ def test_a_store_in_a_directory_stays_in_it(tmp_path) -> None:
     assert store.list("") == ["1/a", "link"]
 
 
+def test_a_base_that_is_gone_is_named_with_what_patches_it(checkpoints) -> None:
+    """Somebody removed old versions to make room."""
+    store = PutGetList()
+    writing = writer(store, encoding="delta")
+    for number in (1, 2, 3):
+        writing.write(nudged(checkpoints[1], 0.01 * number), number)
+    del store.objects["000000000002/manifest.json"]
+    said = "version 3 holds changes to version 2, which must stay beside it .* a whole version"
+    with pytest.raises(IncompleteUpdate, match=said):
+        read(store, 3)
+
+
 def test_a_delta_for_another_base_is_named(engine, store, checkpoints) -> None:
     """Version 2 was written against a version 1 that is not the one that lies there now."""
     writing = writer(store, encoding="delta")

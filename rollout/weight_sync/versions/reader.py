@@ -161,7 +161,15 @@ def _complete(store: Store, manifest: Manifest, deep: int) -> Iterator[tuple[str
             raise TransferFailed(
                 f"version {manifest.version} patches too many others; write a whole one"
             )
-        below = _complete(store, read_manifest(store, manifest.base), deep - 1)
+        try:
+            base = read_manifest(store, manifest.base)
+        except IncompleteUpdate as error:
+            raise IncompleteUpdate(
+                f"version {manifest.version} holds changes to version {manifest.base}, which must "
+                f"stay beside it ({error}): bring it back, or write a whole version, as the first "
+                "of a VersionWriter is"
+            ) from error
+        below = _complete(store, base, deep - 1)
     shapes = {meta.name: meta for meta in manifest.tensors}
     for name, value in _assembled(_entries(store, manifest)):
         meta = shapes.get(name)
