@@ -76,6 +76,20 @@ def test_a_version_whose_number_another_commit_took_is_warned_of_once(
     assert len(caplog.records) == 1
 
 
+def test_what_is_live_from_there_already_is_no_news_to_a_front_that_is_started_anew(
+    follower, engine, checkpoints, caplog
+) -> None:
+    following, where = follower
+    checkpoint(where / "checkpoint-7", checkpoints[2])
+    assert following.look().version == 7
+    again = Follower(where, [where], lambda: engine, timeout=DEADLINE)
+    assert again.look() is None
+    assert not caplog.records
+    checkpoint(where / "checkpoint-6", checkpoints[1])
+    assert again.look() is None
+    assert "checkpoint-6 is not read: it was written after version 7" in caplog.text
+
+
 def test_what_a_trainer_that_began_anew_writes_is_warned_of_once(
     engine, checkpoints, tmp_path, caplog
 ) -> None:

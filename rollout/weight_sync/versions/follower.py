@@ -206,6 +206,8 @@ class Follower:
 
     def _warn_of(self, candidate: Candidate, info: WeightInfo) -> None:
         """Once of the newest one whose number another commit has taken."""
+        if (candidate.version, candidate.path.name) == (info.version, info.label):
+            self._followed = info.version  # a front's before this one took it
         if candidate.version <= self._followed or candidate.path == self._skipped:
             return
         self._skipped = candidate.path
