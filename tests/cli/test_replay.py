@@ -281,6 +281,32 @@ def test_a_journal_goes_on_once_the_disk_takes_it_again(journaled, tmp_path, mon
     assert all(found.facts["kind"] == "engine" for found in read_journal(tmp_path / "full"))
 
 
+def test_a_full_disk_is_left_no_file_for_each_request(journaled, tmp_path, monkeypatch):
+    journal, again = Journal(tmp_path / "full", 1 << 20), _Again(journaled[1])
+    wrote, full = os.write, threading.Event()
+
+    def write(file: int, data: memoryview) -> int:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        return wrote(file, data)
+
+    monkeypatch.setattr(os, "write", write)
+    full.set()
+    journal.start({"settings": {}})
+    for _ in range(5):
+        journal.add(again.finished())
+    deadline = time.monotonic() + 30
+    while journal.dropped < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert journal_files(tmp_path / "full") == []
+    full.clear()
+    journal.add(again.finished())
+    journal.close()
+    assert len(journal_files(tmp_path / "full")) == 1
+    assert (journal.written, journal.dropped) == (1, 5)
+
+
 class _Again:
     """A finished request, as often as wanted."""
 

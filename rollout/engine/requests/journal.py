@@ -215,7 +215,11 @@ class Journal:
         path = self._directory / f"{self._name}-{self._number:06d}{_SUFFIX}"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._size, self._in_file = 0, set()
-        self._append({"kind": "engine", **self._facts})
+        try:
+            self._append({"kind": "engine", **self._facts})
+        except OSError:
+            path.unlink()  # else a full disk gets one for each request
+            raise
         self._forget_oldest(path)
 
     def _end_file(self) -> None:
