@@ -73,14 +73,18 @@ class _Piece:
 
 
 class ShardedFiles:
-    """Every rank's files as one checkpoint. Raises ``ConfigError`` naming what is missing."""
+    """Every rank's files as one checkpoint. Raises ``ConfigError`` naming what is missing.
 
-    def __init__(self, directory: Path) -> None:
+    ``mapped`` is for files that nobody writes meanwhile.
+    """
+
+    def __init__(self, directory: Path, *, mapped: bool = True) -> None:
+        self._mapped = mapped
         self._pieces: dict[str, dict[Box, _Piece]] = {}
         self._metadata: dict[str, TensorMeta] = {}
         self._files: list[SafetensorsFiles] = []
         try:
-            paths = _paths(directory)
+            paths = rank_files(directory)
             saves = {path.name: self._open(path) for path in paths}
             if len(set(saves.values())) != 1:
                 raise ConfigError(
@@ -118,7 +122,7 @@ class ShardedFiles:
 
     def _open(self, path: Path) -> str | None:
         """Take up one rank's file; returns the id of its save."""
-        files = SafetensorsFiles(Shards((path,)), mapped=True)
+        files = SafetensorsFiles(Shards((path,)), mapped=self._mapped)
         self._files.append(files)
         with safe_open(str(path), framework="pt") as header:
             marks = header.metadata() or {}
@@ -134,7 +138,8 @@ class ShardedFiles:
         return marks.get(SAVE)
 
 
-def _paths(directory: Path) -> list[Path]:
+def rank_files(directory: Path) -> list[Path]:
+    """One set of ranks' files, all of them; ``ConfigError`` else."""
     found = sorted(directory.glob(PATTERN))
     sizes = {path.stem.rpartition("-")[2] for path in found}
     if len(sizes) != 1 or not next(iter(sizes)).isdigit():

@@ -21,7 +21,7 @@ from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
 from rollout.engine.tokenizer import Tokenizer
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, IncompleteUpdate
 from rollout.generation import ChatOptions
 from rollout.loader import (
     LoadRequest,
@@ -138,6 +138,30 @@ def test_a_load_says_what_each_rank_read_and_where_it_went(tiny, capfd, caplog, 
         where = f"model.layers.1.mlp.gate_up_proj.weight[{rows}:{2 * rows}, 0:64]"
         assert of[name] == (sizes[name] // ranks, where)
         assert of["model.norm.weight"][0] == sizes["model.norm.weight"]  # which every rank has
+
+
+@pytest.mark.parametrize("saved_by", [1, 2])
+def test_what_ranks_saved_updates_an_engine_and_is_compared_with_it(
+    tiny, other, tmp_path, saved_by
+):
+    model, _ = other
+    state = tmp_path / "state-3"
+    with Rollout(str(tiny), tensor_parallel_size=saved_by, **CPU) as r:
+        r.update_weights(model)
+        r.save_sharded_state(state)
+    with Rollout(str(tiny), weight_dirs=(str(tmp_path),), **CPU) as r:
+        assert r.preflight(state).problems == ()
+        assert not r.check_weights(state).equal
+        r.update_weights(state)
+        assert r.check_weights(model).equal
+        assert r.check_weights(state).equal
+        r.rollback()
+        r.update_weights(server_path=state)
+        assert r.check_weights(model).equal
+        (file, *_) = state.glob("rank-*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(IncompleteUpdate, match=f"{file} is truncated"):
+            r.update_weights(server_path=state)
 
 
 def test_files_of_two_saves_are_no_checkpoint(tiny, tmp_path):

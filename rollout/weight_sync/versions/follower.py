@@ -35,6 +35,7 @@ from rollout.errors import (
     VersionConflict,
     WeightError,
 )
+from rollout.loader.sharded_state import ShardedFiles, is_sharded
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import LinkOver, WeightLink
 from rollout.weight_sync.protocol.messages import WeightInfo
@@ -367,6 +368,12 @@ def check_inside(directory: Path, roots: Sequence[str | Path]) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """Raise ``IncompleteUpdate`` unless every file that a cold start would read is there, whole."""
+    if is_sharded(path):
+        try:
+            ShardedFiles(path, mapped=False).close()
+        except ConfigError as error:
+            raise IncompleteUpdate(str(error)) from error
+        return
     for kind in KINDS:
         try:
             shards = find_shards(path, kind)

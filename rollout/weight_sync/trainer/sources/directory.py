@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, SourceFailed
+from rollout.loader.sharded_state import ShardedFiles, is_sharded, rank_files
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import readable
@@ -34,8 +35,9 @@ class DirectorySource:
     def __init__(self, path: Path, naming: Naming, agreement: RankGroup) -> None:
         self._path, self._naming, self.agreement = path, naming, agreement
         with _named(path):
-            self._as_they_were = AsTheyWere(weight_shards(path)[1].files)
-            _, files = open_weights(path, mapped=False)
+            read = rank_files(path) if is_sharded(path) else weight_shards(path)[1].files
+            self._as_they_were = AsTheyWere(read)
+            files = _open(path)
             sent = [one for meta in self._held(files) for one in self._sent(files, meta)]
             files.close()
         self._metadata = tuple(
@@ -87,7 +89,7 @@ class DirectorySource:
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
         with _named(self._path):
-            _, files = open_weights(self._path, mapped=False)
+            files = _open(self._path)
             try:
                 for meta in self._held(files):
                     for sent in self._sent(files, meta):
@@ -95,6 +97,14 @@ class DirectorySource:
                 self._as_they_were.check()
             finally:
                 files.close()
+
+
+def _open(path: Path) -> Files:
+    return (
+        ShardedFiles(path, mapped=False)
+        if is_sharded(path)
+        else open_weights(path, mapped=False)[1]
+    )
 
 
 @dataclass(frozen=True, slots=True)
