@@ -188,6 +188,14 @@ def refused(path, match, load_format="auto"):
     return str(caught.value)
 
 
+def test_hidden_files_are_no_weights(tiny):
+    """As a Mac, and writers that rename what is complete, have them beside the others."""
+    path, weights = tiny
+    (path / "._model.safetensors").write_bytes(b"\0\5\x16\7Mac OS X")
+    with open_checkpoint(str(path)) as checkpoint:
+        assert_equal(contents(checkpoint), weights)
+
+
 def test_missing_places_and_files_are_named(tiny, tmp_path):
     path, weights = tiny
     refused(tmp_path / "nowhere", "nowhere' is no directory")

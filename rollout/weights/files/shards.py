@@ -111,7 +111,7 @@ def weight_files(directory: Path, *others: str) -> frozenset[object]:
 
 def _matching(directory: Path, pattern: str) -> Iterator[Path]:
     for path in directory.glob(pattern):
-        if path.is_file() and not any(fnmatch(path.name, skip) for skip in _NO_WEIGHTS):
+        if path.is_file() and not any(fnmatch(path.name, skip) for skip in (".*", *_NO_WEIGHTS)):
             yield path
 
 
