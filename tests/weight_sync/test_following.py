@@ -76,6 +76,32 @@ def test_a_version_whose_number_another_commit_took_is_warned_of_once(
     assert len(caplog.records) == 1
 
 
+def test_a_directory_that_cannot_be_looked_at_holds_nothing_up(
+    follower, engine, checkpoints, monkeypatch, caplog
+) -> None:
+    """A file system's server that has forgotten one of them, for a while."""
+    following, where = follower
+    for number in (1, 2):
+        checkpoint(where / f"checkpoint-{number}", checkpoints[1])
+    assert following.look().version == 2
+    is_file, stale = Path.is_file, [where / "checkpoint-1", where / "checkpoint-3"]
+
+    def stat(path: Path) -> bool:
+        if path.parent in stale:
+            raise OSError(116, "Stale file handle", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", stat)
+    checkpoint(where / "checkpoint-3", checkpoints[2])
+    with pytest.raises(SourceFailed, match=r"checkpoint-3 cannot be read.*Stale file handle"):
+        following.look()
+    checkpoint(where / "checkpoint-4", checkpoints[2])
+    assert following.look().version == 4
+    stale.clear()
+    assert following.look() is None
+    assert "checkpoint-1" not in caplog.text
+
+
 def test_what_is_live_from_there_already_is_no_news_to_a_front_that_is_started_anew(
     follower, engine, checkpoints, caplog
 ) -> None:

@@ -197,7 +197,7 @@ class Follower:
             receipt = publish(source, connect=self._connect, options=options)
             self._followed = receipt.version
             if self._seen is not None:
-                self._seen[candidate.path] = weight_files(candidate.path, MANIFEST)
+                self._seen[candidate.path] = _written(candidate.path)
             return receipt
         except (WeightError, ConfigError) as error:
             damaged = isinstance(source, _Version) and source.damaged
@@ -228,7 +228,7 @@ class Follower:
         for index, candidate in enumerate(candidates):
             path, known = candidate.path, (before or {}).get(candidate.path)
             is_due = (self._turn - index) % len(candidates) < _IN_TURN
-            seen = known if known is not None and not is_due else weight_files(path, MANIFEST)
+            seen = known if known is not None and not is_due else _written(path, known)
             self._seen[path] = seen
             passed = candidate.version <= min(info.version, self._followed)
             if before is None or not passed or path in self._late or seen <= (known or set()):
@@ -273,6 +273,14 @@ class Follower:
     def _note(self, error: str) -> None:
         self._said = error
         self._on_state(error)
+
+
+def _written(path: Path, known: frozenset[object] | None = None) -> frozenset[object]:
+    """The files of a directory that hold weights; ``known`` where it cannot be looked at now."""
+    try:
+        return weight_files(path, MANIFEST)
+    except OSError:
+        return known or frozenset()
 
 
 class _Watched(LinkOver):
