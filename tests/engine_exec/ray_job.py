@@ -40,6 +40,23 @@ def tokens(rollout):
     return list(output.outputs[0].token_ids)
 
 
+class Holder:
+    """An actor that has an engine."""
+
+    def __init__(self):
+        self.rollout = Rollout(model, **settings)
+
+    def tokens(self):
+        return tokens(self.rollout)
+
+
+def until_all_is_free():
+    until = time.monotonic() + 30
+    while ray.available_resources().get("CPU") != 2.0 and time.monotonic() < until:
+        time.sleep(0.2)
+    return ray.available_resources().get("CPU")
+
+
 found["no cluster"] = refused(ConfigError)
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 ray.init(address=cluster.address, log_to_driver=False)
@@ -50,6 +67,13 @@ try:
     executor.PATIENCE = 1.0
     found["never"] = refused(ConfigError, tensor_parallel_size=4)
     found["no GPUs"] = refused(ConfigError, device="cuda")
+    options = {"num_cpus": 0, "max_restarts": 1, "max_task_retries": 1}
+    holder = ray.remote(Holder).options(**options).remote()
+    found["of an actor"] = [ray.get(holder.tokens.remote())]
+    ray.kill(holder, no_restart=False)
+    found["of an actor"].append(ray.get(holder.tokens.remote()))
+    ray.kill(holder)
+    found["free"] = until_all_is_free()
     group = ray.util.placement_group([{"CPU": 1}] * 2, name="mine", strategy="SPREAD")
     with Rollout(
         model, ray_placement_group="mine", worker_extension_cls=extension, **settings

@@ -47,6 +47,9 @@ def test_an_engine_runs_over_two_nodes_and_says_when_one_is_gone(tmp_path: Path)
     assert "no room for 4 ranks with 1 CPU each" in found["no room"]
     assert "4 ranks need 1 CPU each, and the cluster holds 2 such at most" in found["never"]
     assert "2 ranks need 1 CPU and 1 GPU each, and the cluster holds 0 such" in found["no GPUs"]
+    # An actor that is killed takes its ranks, and what they held, with it: the next one has room.
+    assert found["of an actor"] == [expected[0]] * 2
+    assert found["free"] == 2
     assert found["nodes"] == 2
     parallel = found["told"]["vllm_config"]["parallel_config"]
     assert parallel["placement_group"] == "mine"

@@ -111,7 +111,7 @@ class RankHost:
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_WAIT)
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Until the engine has hung up, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +38,7 @@ NAMESPACE = "rollout"  # of named placement groups, in every process that connec
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_SOCKET_")  # settings of collectives
 PATIENCE = 25.0  # seconds for nodes that come, until a cluster is judged by those that are there
 _JUDGED = 5.0  # seconds between such judgements
+_OWN_END = 1.0  # seconds in which an engine that has not been killed gives back what it took
 _LOOK = 0.2  # seconds between looks at what has become of the ranks that start
 # A node without power says nothing: its socket is given up after 5 s of silence and 3 probes.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
@@ -111,7 +113,7 @@ class RayExecutor(ExternalExecutor):
         table = ray.util.placement_group_table(self._placement)["bundles_to_node_id"]
         here = ray.get_runtime_context().get_node_id()
         nodes = [table[index] for index in range(self.size)]
-        kind = ray.remote(RankActor)
+        kind, ours = ray.remote(RankActor), self._placement if self._is_ours else None
         for index in _by_node(nodes, here):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 self._placement, placement_group_bundle_index=index
@@ -121,7 +123,8 @@ class RayExecutor(ExternalExecutor):
                     num_cpus=each["CPU"], num_gpus=each["GPU"], max_restarts=0,
                     scheduling_strategy=strategy,
                     runtime_env={"env_vars": {**passed_on(), INSTANCE: self.instance}},
-                ).remote()
+                    lifetime=None if ours is None else "detached",
+                ).remote(ours, max(deadline - time.monotonic(), 0.0))
             )  # fmt: skip
         # Ranks of this node may still be another user's, or in a container: they share no memory.
         near = all(node == here for node in nodes)
@@ -222,7 +225,20 @@ class RayExecutor(ExternalExecutor):
 
 
 class RankActor:
-    """The process that Ray starts for one rank; its engine's calls come over a socket."""
+    """The process that Ray starts for one rank; its engine's calls come over a socket.
+
+    ``placement``: the engine's own group. Ray ends it with the driver: where an actor or a task
+    that has the engine is killed before, the ranks outlive it, and give the group back, and
+    themselves with it. ``patience``: seconds until the engine should have let this one in.
+    """
+
+    def __init__(self, placement: Any, patience: float) -> None:
+        self._host: RankHost | None = None
+        self._let_in = threading.Event()
+        if placement is not None:
+            threading.Thread(
+                target=self._give_back, args=(placement, patience), daemon=True
+            ).start()
 
     def host(self) -> str:
         """``host_id`` of its process."""
@@ -239,6 +255,19 @@ class RankActor:
         _probe(sock)
         # Ray shows a rank its own card alone, as number 0.
         self._host = RankHost(sock, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+        self._let_in.set()
+
+    def _give_back(self, placement: Any, patience: float) -> None:
+        import ray
+
+        self._let_in.wait(patience)
+        if self._host is not None:
+            self._host.wait()
+        time.sleep(_OWN_END)
+        with suppress(Exception):  # it is gone, or the cluster
+            ray.util.remove_placement_group(placement)
+        time.sleep(_OWN_END)
+        os._exit(0)
 
 
 def connected(address: str | None, asks: str = "executor='ray'") -> Any:
