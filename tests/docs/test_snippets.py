@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from rollout.cli.main import main, make_parser
 
 sys.path.insert(0, str(ROOT / "trainer_examples"))
 
-from addition_task import Problem, answer_batch, make_model, save_checkpoint
+from addition_task import END, Problem, answer_batch, encode, make_model, save_checkpoint
 
 SNIPPETS = all_snippets()
 SHOWN = (Problem(37, 85), Problem(2, 2))  # the sums that the pages ask for
@@ -181,6 +182,13 @@ NOT_RUN = {
     "these lines with plain torch in its place": 1,
     "large checkpoints and minutes of measuring": 32,
 }
+
+
+def test_the_tutorial_rewards_what_the_task_calls_right() -> None:
+    [found] = [m for s in SNIPPETS if (m := re.search(r"^ANSWERS = (.*)$", s.text, re.MULTILINE))]
+    for prompt, answer in literal_eval(found[1]).items():
+        a, b = map(int, prompt.removesuffix("=").split("+"))
+        assert Problem(a, b).answer == [*encode(answer), END]
 
 
 # ---- the tests' own teeth ----
