@@ -23,6 +23,10 @@ from rollout.errors import InvalidRequest
 from rollout.generation import ImagePrompt
 
 IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")  # types of parts that are images
+# Those of files that no model here is given; what else there is may be a template's own.
+_UNSERVED_KINDS = frozenset(
+    ("video", "video_url", "input_video", "audio", "audio_url", "input_audio", "file", "input_file")
+)
 FETCH_TIMEOUT = 10.0  # seconds for all of a remote file
 MAX_FETCHED = 32 << 20  # bytes of one
 REMOTE = ("http://", "https://")
@@ -155,7 +159,11 @@ def part_url(where: str, part: Mapping[str, Any]) -> str:
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages as a template takes them, and (where, URL) of their images, in their order."""
+    """Messages as a template takes them, and (where, URL) of their images, in their order.
+
+    Content of texts alone becomes one text: a template of a model that sees no images would write
+    the list itself. Raises ``InvalidRequest`` naming a part that would be left out.
+    """
     found: list[tuple[str, str]] = []
     out = []
     for m, message in enumerate(messages):
@@ -163,14 +171,29 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
         if isinstance(content, list):
             parts = []
             for p, part in enumerate(content):
+                where = f"messages[{m}].content[{p}]"
                 if isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS:
-                    where = f"messages[{m}].content[{p}]"
                     found.append((where, part_url(where, part)))
                     part = {"type": "image"}
+                _check_part(where, part)
                 parts.append(part)
-            message = {**message, "content": parts}
+            texts = all(part.get("type") == "text" for part in parts)
+            message = {
+                **message,
+                "content": "".join(part["text"] for part in parts) if texts else parts,
+            }
         out.append(dict(message))
     return out, found
+
+
+def _check_part(where: str, part: Any) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if kind == "text" else ""
+    if not isinstance(part, Mapping) or kind in _UNSERVED_KINDS or not isinstance(text, str):
+        raise InvalidRequest(
+            f'{where} is a part of type {kind!r}; only {{"type": "text", "text": ...}} and images '
+            "are supported"
+        )
 
 
 def fetched(url: str, where: str, remote: bool = False) -> bytes:

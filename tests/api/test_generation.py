@@ -115,6 +115,14 @@ def test_chat_renders_the_template_and_answers(face):
         assert again.outputs[0].token_ids == out.outputs[0].token_ids
 
 
+def test_content_in_parts_of_text_is_that_text_for_any_template(face):
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    [out] = face.chat([{"role": "user", "content": parts}], GREEDY)
+    assert out.prompt == face.render([{"role": "user", "content": "hello"}])
+    turn = face.session().chat([{"role": "user", "content": parts}])
+    assert turn.prompt_token_ids == out.prompt_token_ids
+
+
 def test_a_chat_goes_on_with_its_final_message_where_it_is_asked_to(face):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "One two"}]
     [out] = face.chat(messages, GREEDY, continue_final_message=True)
@@ -516,6 +524,12 @@ def test_a_wrong_prompt_among_several_is_named_by_its_index(face) -> None:
 
 
 HI = [{"role": "user", "content": "Hi"}]
+
+
+def in_part(part):
+    return [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+
+
 WRONG = [
     (lambda r: r.generate(b"hi"), "prompts must be a text"),
     (lambda r: r.generate(["a", b"hi"]), "prompt 1 is neither"),
@@ -531,6 +545,12 @@ WRONG = [
     (lambda r: r.chat(["hi"]), "a conversation is a list"),
     (lambda r: r.chat([{}]), 'message 0 must be a {"role"'),
     (lambda r: r.chat([{"role": "user", "content": 3}]), "content of message 0 must be a text"),
+    (
+        lambda r: r.chat(in_part({"type": "video", "video": "x"})),
+        "[0] is a part of type 'video'; on",
+    ),
+    (lambda r: r.chat(in_part({"type": "text", "txt": "x"})), "[0] is a part of type 'text'; only"),
+    (lambda r: r.render(in_part("x")), "messages[0].content[0] is a part of type 'str'; only"),
     (lambda r: r.chat(HI, add_generation_prompt="no"), "add_generation_prompt must be true or"),
     (lambda r: r.render("hi"), "a conversation is a list"),
     (lambda r: r.tokenize(3), "a conversation is a list"),
