@@ -169,12 +169,12 @@ class EngineConfig:
     )
     block_size: int = _setting(32, "tokens of one KV block", least=1)
     num_kv_blocks: int | None = _setting(
-        None, "KV blocks of each rank (default: by memory)", least=1
+        None, "KV blocks of each rank (default: by kv_cache_bytes, or by memory)", least=1
     )
     kv_cache_bytes: int | None = _setting(
         None,
-        "bytes of KV cache of each rank (default: by memory; on a CPU at most 4 GiB and a quarter "
-        "of what is free after the shadow)",
+        "bytes of KV cache of each rank, unless num_kv_blocks is given (default: by memory; on a "
+        "CPU at most 4 GiB and a quarter of what is free after the shadow)",
         least=1,
     )
     gpu_memory_utilization: float | None = _setting(
