@@ -255,6 +255,10 @@ def add_fleet(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
 
 def serve_fleet(args: argparse.Namespace) -> int:
     """See ``run_service``."""
+    for flag in ("--engine-token", "--coordinator-token", "--record"):
+        given = getattr(args, _attribute(flag))
+        if given is not None and not given.strip():
+            raise ConfigError(f"{flag} is empty: give it a value, or leave it out")
     if args.coordinator is not None:
         return _serve_routes(args)
     if given := [row[0] for row in COORDINATOR if getattr(args, _attribute(row[0])) is not None]:

@@ -268,6 +268,8 @@ def test_an_empty_token_is_no_token(run: Run, tiny: Path, monkeypatch: pytest.Mo
     for command in (("serve", tiny), ("info", "127.0.0.1:1")):
         refused(run(*command, "--token", " "), "--token is empty")
     refused(run("serve", tiny, "--control-token", ""), "the control token is empty")
+    for flag in ("--engine-token", "--coordinator-token", "--record"):
+        refused(run("fleet", "--engine", "127.0.0.1:1", flag, ""), f"{flag} is empty")
     monkeypatch.setenv("ROLLOUT_TOKEN", "")
     refused(run("serve", tiny), "ROLLOUT_TOKEN is set but empty")
 
