@@ -183,6 +183,8 @@ class Watch(TorchDispatchMode):
                     reads.append(tensor)
         made = [x for x in _tensors(found) if x.untyped_storage().data_ptr() not in given]
         name = func._schema.name.removeprefix("aten::")
+        if name.startswith("new_") or name.endswith("_like"):
+            reads = []  # of its form alone
         touch(self._line, name, reads, made, new=True)
         if writes:
             touch(self._line, name, (), writes)
