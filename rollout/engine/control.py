@@ -40,6 +40,7 @@ class Control:
         default_timeout: float,
     ) -> None:
         self.asleep: set[str] = set()  # tags that were given up
+        self.parked = False  # a sleep has moved the weights from a device to host memory
         self.broken: str | None = None
         self._loop, self._scheduler, self._outputs = loop, scheduler, outputs
         self._pins, self._call, self._timeout = pins, call, default_timeout
@@ -121,7 +122,8 @@ class Control:
             if level == 2:  # what is frozen stays so until new weights are there
                 self.broken = "sleep(level=2) dropped the weights"
                 self._loop.pause_state.freeze("broken")
-            self._ask_or_break("sleep", {"level": level}, wait)
+            replies = self._ask_or_break("sleep", {"level": level}, wait)
+            self.parked = any(reply.get("parked") for reply, _ in replies)
 
         return self._ask("sleep", fall_asleep, wait)
 
@@ -142,6 +144,7 @@ class Control:
             if missing:
                 self._ask_or_break("wake_up", {"tags": missing}, wait)
             self.asleep.difference_update(missing)
+            self.parked = self.parked and "weights" in self.asleep
             if not self.asleep:
                 self._loop.pause_state.open("sleep")
 
@@ -189,10 +192,10 @@ class Control:
     def _limit(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else check_timeout(timeout)
 
-    def _ask_or_break(self, method: str, args: Mapping[str, Any], timeout: float) -> None:
+    def _ask_or_break(self, method: str, args: Mapping[str, Any], timeout: float) -> list[Reply]:
         """Ask all ranks, whose state nobody knows when one fails."""
         try:
-            gather_replies(self._call(method, args), method, timeout)
+            return gather_replies(self._call(method, args), method, timeout)
         except RolloutError as error:
             self.mark_broken(f"{method} failed: {error}")
             raise

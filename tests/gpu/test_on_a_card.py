@@ -33,7 +33,7 @@ from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import DrawGraphs
-from rollout.errors import ChecksumMismatch
+from rollout.errors import ChecksumMismatch, EngineClosed
 from rollout.integrations.fan_out import FanOut
 from rollout.kernels import copy_regions, digest_regions, gpu_launch
 from rollout.loader.dummy import DummyFiles
@@ -442,6 +442,32 @@ def test_sleep_gives_the_device_its_memory_back(tiny_qwen3: Path) -> None:
         assert torch.cuda.mem_get_info()[0] - awake > 0.9 * (1 << 30)
         engine.wake_up()
         assert greedy_tokens(engine)
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_an_update_while_the_weights_are_in_host_memory_is_refused(
+    tiny_qwen3: Path, trained: Any, graphs: str
+) -> None:
+    """It would be lost when they come back."""
+    with card_engine(tiny_qwen3, cuda_graphs=graphs) as engine:
+        before = greedy_tokens(engine)
+        engine.sleep(level=1)
+        for staging in ("auto", "none"):
+            with pytest.raises(EngineClosed, match=r"wake_up\(tags=\['weights'\]\) first"):
+                engine.update_weights(trained, staging=staging)
+        engine.wake_up()
+        assert engine.weight_version == 0
+        assert greedy_tokens(engine) == before
+        engine.sleep(level=1)
+        engine.wake_up(["weights"])
+        engine.update_weights(trained)
+        engine.wake_up(["kv_cache"])
+        assert greedy_tokens(engine) != before
+        assert not engine.check_weights(trained).differing
+        engine.sleep(level=2)  # none are there
+        for _ in range(2):
+            engine.update_weights(trained)
+        assert not engine.check_weights(trained).differing
 
 
 def _send(engine: Rollout, path: Path, code: str, *arguments: str, **env: str) -> list[str]:

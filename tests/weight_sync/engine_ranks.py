@@ -180,7 +180,7 @@ class Engine:
         return self.coordinator.receipts
 
     local_address = "127.0.0.1"
-    state = "running"
+    state, parked = "running", False
     joins = False
 
     def digests(self, timeout: float):

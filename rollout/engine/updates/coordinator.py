@@ -24,6 +24,7 @@ from rollout.engine.updates.ended import EndedUpdates
 from rollout.engine.updates.limits import Foreseen, UpdateLimits
 from rollout.engine.updates.served_weights import ServedWeights
 from rollout.engine.updates.turn import Prepared, Turn
+from rollout.engine.worker.weight_instances import PARKED
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -339,6 +340,8 @@ class Coordinator:
     def check(self, request: UpdateRequest) -> int:
         """The version that the update will make; called by the holder of the lease."""
         live = (self.engine.epoch, self.engine.version)
+        if request.models and self.engine.control.parked:
+            raise EngineClosed(PARKED)
         if self.engine.leaving and self.engine.serving.left is None:  # a member's fleet knows
             raise EngineClosed(LEAVING)
         if request.base is not None and tuple(request.base) != live:

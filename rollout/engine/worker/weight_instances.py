@@ -30,6 +30,8 @@ from rollout.models.weight_io.raw_load import RawLoad, raw_bytes
 from rollout.weights import WeightSlot
 from rollout.weights.components import component_of
 
+PARKED = "the weights are in host memory; wake_up(tags=['weights']) first"
+
 
 class ModelInstances:
     """Holds live and shadow.
@@ -88,9 +90,17 @@ class ModelInstances:
             raise EngineBroken(
                 "the weights were dropped by sleep(level=2); wake up and send a full update"
             )
-        if self._parked:
-            raise EngineClosed("the weights are in host memory; wake_up(tags=['weights']) first")
+        self._check_awake()
         return self._live
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the live weights lie in host memory, until ``unpark``."""
+        return bool(self._parked)
+
+    def _check_awake(self) -> None:
+        if self._parked:
+            raise EngineClosed(PARKED)
 
     @property
     def previous(self) -> Model:
@@ -161,7 +171,9 @@ class ModelInstances:
         If the last update wrote only a little, only that is copied; for a load that is not partial,
         only the components other than ``components``, which are sent whole.
         ``staging`` "host" or "device" puts the shadow there, "auto" where it was configured.
+        ``EngineClosed`` where the live weights are parked: nothing could change places with them.
         """
+        self._check_awake()
         builds_on_live = partial or bool(self._beside(components))
         live = self.live if builds_on_live else None
         held = self._shadow_is
@@ -203,7 +215,9 @@ class ModelInstances:
 
         What a shadow held is given up. The live version is kept first, unless ``undo`` is
         "shadow": then there is no way back from it. ``components`` come whole, others stay.
+        ``EngineClosed`` as ``open_shadow``.
         """
+        self._check_awake()
         if self._beside(components):
             _ = self.live  # EngineBroken where the others are gone
         self._wait_for_steps()

@@ -263,6 +263,7 @@ class Worker:
             "dtype": dtype_name(self.runner.dtype),
             "version": self.version,
             "asleep": self._asleep,
+            "parked": self.runner.instances.is_parked,
             "num_kv_blocks": self.runner.kv.num_blocks,
             "has_shadow": self.runner.instances.has_shadow,
             "nonfinite": list(self._nonfinite),
