@@ -220,7 +220,8 @@ class ModelInstances:
         self._check_awake()
         if self._beside(components):
             _ = self.live  # EngineBroken where the others are gone
-        self._wait_for_steps()
+        if self._device.type == "cuda":  # a rank that answers no tokens waits for no step
+            torch.cuda.synchronize(self._device)
         self.drop_shadow()
         self._in_place = False
         if self._live is None:
