@@ -10,9 +10,10 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.engine.executors import make_executor
 from rollout.engine.executors.ray import _by_node, passed_on, ranks_held
 from rollout.engine.worker import worker
-from rollout.errors import EngineClosed
+from rollout.errors import ConfigError, EngineClosed
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,11 @@ def test_a_rank_has_its_device_before_its_group_and_both_before_its_model(tiny, 
         with suppress(EngineClosed):
             rank.start({"rendezvous": {}, "ranks": ranks})
     assert happened == ["cuda:1", "dtype", "group", "cuda:1", "dtype", "group", "model"]
+
+
+@pytest.mark.parametrize("name", ["ray_address", "ray_placement_group"])
+@pytest.mark.parametrize("executor", ["auto", "inline", "multiprocess"])
+def test_settings_of_ray_are_refused_where_ranks_do_not_run_there(name, executor):
+    with pytest.raises(ConfigError, match=f"{name}='x' is of executor='ray' alone"):
+        make_executor(EngineConfig(model="m", executor=executor, **{name: "x"}))
+    make_executor(EngineConfig(model="m", executor="ray", **{name: "x"}))  # asks nobody yet

@@ -53,6 +53,7 @@ class Executor(Protocol):
 
 def make_executor(config: EngineConfig) -> Executor:
     """The executor that ``config`` names; ``auto`` is inline for one rank, else multiprocess."""
+    _check_ray(config)
     if config.resolved_executor == "inline":
         from rollout.engine.executors.inline import InlineExecutor
 
@@ -69,6 +70,16 @@ def make_executor(config: EngineConfig) -> Executor:
     from rollout.engine.executors.multiprocess import MultiprocessExecutor
 
     return MultiprocessExecutor(config)
+
+
+def _check_ray(config: EngineConfig) -> None:
+    """Here and not in the settings: a fleet on Ray has engines with executors of their own."""
+    for name in ("ray_address", "ray_placement_group"):
+        value = getattr(config, name)
+        if value is not None and config.resolved_executor != "ray":
+            raise ConfigError(
+                f"{name}={value!r} is of executor='ray' alone: set that, too, or leave it out"
+            )
 
 
 def settled(futures: Sequence[Future[Reply]], timeout: float) -> bool:

@@ -457,7 +457,7 @@ class _Mapped(ForeignMemory):
             with torch.cuda.device(self._device):
                 self._runtime.set_byte(pointer + self._flag, _CLOSED, self._writes)
                 self._runtime.close(pointer)
-        except TransferFailed as error:
+        except (TransferFailed, RuntimeError) as error:
             _log.warning("a sender's GPU memory could not be unmapped: %s", error)
 
 
