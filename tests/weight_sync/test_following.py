@@ -142,6 +142,54 @@ def test_what_a_trainer_that_began_anew_writes_is_warned_of_once(
     assert "is numbered above the live version, 139, is followed" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("form", "others"),
+    [
+        ("model.safetensors", ("scaler.pt", "pytorch_model_fsdp.bin")),
+        ("pytorch_model.bin", ("scaler.pt",)),
+    ],
+)
+def test_what_a_trainer_writes_beside_weights_that_are_followed_is_no_news(
+    follower, checkpoints, caplog, form, others
+) -> None:
+    """Trainer's own order: the weights, then what it goes on from, with names like weights'; and it
+    removes a checkpoint file by file.
+    """
+    following, where = follower
+    path = where / "checkpoint-7"
+    path.mkdir()
+    (save_file if "safe" in form else torch.save)(checkpoints[1], path / form)
+    assert following.look().version == 7
+    for name in others:
+        torch.save({"scale": 1.0}, path / name)
+        assert following.look() is None
+    (path / form).unlink()
+    assert following.look() is None
+    assert not caplog.records
+
+
+def test_what_is_completed_before_a_higher_number_is_followed_is_no_news(
+    engine, checkpoints, tmp_path, caplog
+) -> None:
+    """Also where there are more than are looked at each time."""
+    for number in range(40):
+        checkpoint(tmp_path / f"checkpoint-{number}", checkpoints[1])
+    following = Follower(tmp_path, [tmp_path], lambda: engine, timeout=DEADLINE)
+    assert following.look().version == 39
+    for number in range(40, 52, 2):
+        path = tmp_path / f"checkpoint-{number}"
+        checkpoint(path, checkpoints[2], shards=2)
+        index = (path / INDEX).rename(tmp_path / "later")
+        last = (path / "model-00002-of-00002.safetensors").rename(tmp_path / "last")
+        assert following.look() is None
+        last.rename(path / "model-00002-of-00002.safetensors")
+        index.rename(path / INDEX)
+        checkpoint(tmp_path / f"checkpoint-{number + 1}", checkpoints[1])
+        assert following.look().version == number + 1
+        assert following.look() is None
+    assert "was written after" not in caplog.text
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_new_checkpoints_are_followed(follower, engine, checkpoints, shards) -> None:
     following, where = follower

@@ -19,6 +19,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from rollout.weights.files import (
     FileKind,
     Shards,
     TorchFiles,
+    Written,
     find_shards,
     weight_files,
     why_none,
@@ -103,7 +105,7 @@ class Follower:
         self._said = ""  # the last error
         self._followed = 0  # the newest version that came from here
         self._skipped: Path | None = None  # the last one that was warned of
-        self._seen: dict[Path, frozenset[object]] | None = None  # weights' files, by directory
+        self._seen: dict[Path, Written] | None = None  # weights' files, by directory
         self._turn = 0  # whose are looked at next
         self._late: set[Path] = set()  # those that were warned of as written too late
         self._on_state = on_state
@@ -228,10 +230,12 @@ class Follower:
         for index, candidate in enumerate(candidates):
             path, known = candidate.path, (before or {}).get(candidate.path)
             is_due = (self._turn - index) % len(candidates) < _IN_TURN
+            is_due = is_due or candidate.version > info.version  # what this look may pass over
             seen = known if known is not None and not is_due else _written(path, known)
             self._seen[path] = seen
             passed = candidate.version <= min(info.version, self._followed)
-            if before is None or not passed or path in self._late or seen <= (known or set()):
+            is_known = before is None or _read(seen) <= (known or set())
+            if is_known or not passed or path in self._late:
                 continue
             self._late.add(path)
             log.warning(
@@ -275,12 +279,20 @@ class Follower:
         self._on_state(error)
 
 
-def _written(path: Path, known: frozenset[object] | None = None) -> frozenset[object]:
-    """The files of a directory that hold weights; ``known`` where it cannot be looked at now."""
+def _written(path: Path, known: Written | None = None) -> Written:
+    """The files of a directory that may hold weights; ``known`` where it cannot be looked at."""
     try:
         return weight_files(path, MANIFEST)
     except OSError:
         return known or frozenset()
+
+
+def _read(written: Written) -> Written:
+    """Those that are read, by their kind: others are what a trainer goes on from."""
+    for pattern in (pattern for kind in KINDS for pattern in kind.patterns):
+        if found := frozenset(one for one in written if fnmatch(one[0], pattern)):
+            return found
+    return written
 
 
 class _Watched(LinkOver):

@@ -20,6 +20,7 @@ _RANKS_OWN = (
 )  # fmt: skip
 INDEX = ".index.json"  # after the name of the whole file
 REPAIR = "download the checkpoint again"
+Written = frozenset[tuple[str, tuple[int, int] | None]]  # names of files, their sizes and times
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def why_none(directory: Path) -> str:
     return ""
 
 
-def weight_files(directory: Path, *others: str) -> frozenset[object]:
+def weight_files(directory: Path, *others: str) -> Written:
     """Names, sizes and times of the files that may hold weights, or match one of ``others``."""
     patterns = (*SAFETENSORS.patterns, *PT.patterns, *others)
     found = (file for pattern in patterns for file in _matching(directory, pattern))
