@@ -206,6 +206,29 @@ def test_new_checkpoints_are_followed(follower, engine, checkpoints, shards) -> 
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[1]))
 
 
+def test_what_lies_where_a_link_leads_later_is_no_news(
+    engine, checkpoints, tmp_path, caplog
+) -> None:
+    """But for the newest, where nothing there is above what is live."""
+    for name, numbers in (("first", (2, 3)), ("second", (1, 2, 3, 4)), ("third", (1, 2))):
+        for number in numbers:
+            checkpoint(tmp_path / name / f"checkpoint-{number}", checkpoints[1 + number % 2])
+    link = tmp_path / "newest"
+    link.symlink_to("first")
+    following = Follower(link, [tmp_path], lambda: engine, timeout=DEADLINE)
+    for name, version in (("first", 3), ("second", 4)):
+        link.unlink()
+        link.symlink_to(name)
+        assert following.look().version == version
+        assert following.look() is None
+        assert not caplog.records
+    link.unlink()
+    link.symlink_to("third")
+    assert [following.look() for _ in range(2)] == [None] * 2
+    [text] = caplog.messages
+    assert text.startswith(f"{tmp_path / 'third' / 'checkpoint-2'} is not read: version 4 is live")
+
+
 def test_a_link_is_followed_to_where_it_leads_now(engine, checkpoints, tmp_path) -> None:
     roots = [tmp_path / "runs"]
     checkpoint(tmp_path / "runs" / "first" / "checkpoint-3", checkpoints[1])

@@ -94,7 +94,7 @@ class Follower:
         on_state: Callable[[str], None] = lambda error: None,
     ) -> None:
         self._roots = [Path(root).resolve() for root in roots]
-        allowed(directory, roots)
+        self._leads_to = allowed(directory, roots)
         self._directory = Path(directory).absolute()  # a link may lead elsewhere later
         self._reach, self._timeout = connect, timeout
         self._opened: WeightChannel | None = None
@@ -260,8 +260,11 @@ class Follower:
             log.warning(text, path, why)
 
     def _candidates(self) -> Iterator[Candidate]:
+        found = inside(self._directory, self._roots)
+        if found != self._leads_to:  # nothing has come from there yet, and all there is no news
+            self._leads_to, self._followed, self._seen = found, 0, None
         try:
-            paths = list(inside(self._directory, self._roots).iterdir())
+            paths = list(found.iterdir())
         except OSError as error:
             raise SourceFailed(f"{self._directory} cannot be read: {error}") from error
         for path in paths:
