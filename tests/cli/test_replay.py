@@ -23,7 +23,13 @@ from rollout import Rollout, SamplingParams
 from rollout.api.diagnosing.diagnosis import diagnose
 from rollout.api.diagnosing.replay import _params, replay
 from rollout.cli.main import main
-from rollout.engine.requests.journal import KEPT_VERSIONS, Journal, journal_files, read_journal
+from rollout.engine.requests.journal import (
+    KEPT_VERSIONS,
+    Finished,
+    Journal,
+    journal_files,
+    read_journal,
+)
 from rollout.errors import ConfigError
 from rollout.generation import VersionSpan
 from rollout.kernels import silu_mul
@@ -60,6 +66,19 @@ def test_a_replay_gives_the_same_tokens_bit_for_bit_though_no_seed_was_given(jou
     listed = capsys.readouterr().out
     assert first.request_id in listed
     assert "12+12" in listed
+
+
+def test_what_ranks_on_ray_have_drawn_is_run_again_without_a_cluster(journaled, tmp_path):
+    where, first, _ = journaled
+    found = next(read_journal(where / "journal"))
+    on_ray = {"executor": "ray", "ray_address": "192.0.2.1:6379", "ray_placement_group": "mine"}
+    journal = Journal(tmp_path / "ray", 1 << 20)
+    journal.start({**found.facts, "settings": {**found.facts["settings"], **on_ray}})
+    journal.add(Finished(_Again(first), DRAWN, found.seeds, 0))
+    journal.close()
+    report = replay(tmp_path / "ray", first.request_id)
+    assert report.same
+    assert report.settings == ()
 
 
 def test_other_weights_and_settings_are_named_where_tokens_differ(journaled, capsys, tmp_path):
@@ -317,8 +336,6 @@ class _Again:
         return self._output
 
     def finished(self):
-        from rollout.engine.requests.journal import Finished
-
         return Finished(self, DRAWN, (1, 2), 0)
 
 

@@ -21,6 +21,7 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 # Settings that are not taken over: where things were, and what a replay has no use of.
 _LEFT_OUT = (
     *("journal", "journal_bytes", "weight_dirs", "served_model_name", "components", "executor"),
+    *("ray_address", "ray_placement_group"),
     *("undo", "staging", "max_staleness", "on_stale", "max_adapters", "progress"),
     *("max_cpu_loras", "lora_embeddings", "lora_experts"),
     *("trace_load", "max_parallel_loading_workers", "worker_extension_cls"),
