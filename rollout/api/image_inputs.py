@@ -24,8 +24,9 @@ from rollout.generation import ImagePrompt
 
 IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")  # types of parts that are images
 # Those of files that no model here is given; what else there is may be a template's own.
-_UNSERVED_KINDS = frozenset(
-    ("video", "video_url", "input_video", "audio", "audio_url", "input_audio", "file", "input_file")
+_UNSERVED_KINDS = (
+    *("video", "video_url", "input_video", "audio", "audio_url", "input_audio"),
+    *("file", "input_file"),
 )
 FETCH_TIMEOUT = 10.0  # seconds for all of a remote file
 MAX_FETCHED = 32 << 20  # bytes of one
@@ -84,7 +85,7 @@ def has_images(messages: Any) -> bool:
     if not isinstance(messages, Sequence):
         return False
     contents = (m.get("content") for m in messages if isinstance(m, Mapping))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
     return any(isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS for part in parts)
 
 
@@ -128,7 +129,7 @@ def portable(messages: Any) -> Any:
     return [
         {**message, "content": [_portable(f"messages[{m}].content[{p}]", part)
                                 for p, part in enumerate(message["content"])]}
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
         else message
         for m, message in enumerate(messages)
     ]  # fmt: skip
@@ -168,7 +169,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     out = []
     for m, message in enumerate(messages):
         content = message.get("content")
-        if isinstance(content, list):
+        if isinstance(content, list | tuple):
             parts = []
             for p, part in enumerate(content):
                 where = f"messages[{m}].content[{p}]"

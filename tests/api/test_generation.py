@@ -121,6 +121,7 @@ def test_content_in_parts_of_text_is_that_text_for_any_template(face):
     assert out.prompt == face.render([{"role": "user", "content": "hello"}])
     turn = face.session().chat([{"role": "user", "content": parts}])
     assert turn.prompt_token_ids == out.prompt_token_ids
+    assert face.render([{"role": "user", "content": tuple(parts)}]) == out.prompt
 
 
 def test_a_chat_goes_on_with_its_final_message_where_it_is_asked_to(face):
