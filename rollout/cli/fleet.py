@@ -327,6 +327,11 @@ def _serve_on_ray(args: argparse.Namespace) -> int:
     config = engine_config(args, model=model_of(args))
     if config.executor not in ("auto", "multiprocess", "ray"):
         raise ConfigError(f"--executor {config.executor}: --ray goes with auto or ray")
+    if config.ray_placement_group is not None:
+        raise ConfigError(
+            "--ray-placement-group is of one engine's ranks; each that --ray starts has one of its "
+            "own: leave it out"
+        )
     if args.replicas is not None and args.replicas < 1:
         raise ConfigError("--replicas must be 1 or more")
     if args.engine_token is not None:

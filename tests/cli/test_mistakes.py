@@ -87,6 +87,7 @@ def test_a_fleet_has_engines_that_run_or_starts_them_on_ray(run: Run, tiny: Path
     refused(run(*engine, "--follow", tiny), "is outside every --weight-dir; allow it with")
     ray = ("fleet", tiny, "--ray", "127.0.0.1:1")
     refused(run(*ray, "--executor", "inline"), "--executor inline: --ray goes with auto or ray")
+    refused(run(*ray, "--ray-placement-group", "g"), "--ray-placement-group is of one engine's")
     refused(run(*ray, "--engine-token", "t"), "--engine-token is of engines that run already")
     refused(run(*ray, "--replicas", 0), "--replicas must be 1 or more")
     refused(run(*ray, "--engine-tls-ca", "ca.pem"), "--engine-tls-ca, --engine-tls-cert and")
