@@ -113,4 +113,5 @@ def test_a_rank_has_its_device_before_its_group_and_both_before_its_model(tiny, 
 def test_settings_of_ray_are_refused_where_ranks_do_not_run_there(name, executor):
     with pytest.raises(ConfigError, match=f"{name}='x' is of executor='ray' alone"):
         make_executor(EngineConfig(model="m", executor=executor, **{name: "x"}))
-    make_executor(EngineConfig(model="m", executor="ray", **{name: "x"}))  # asks nobody yet
+    made = make_executor(EngineConfig(model="m", executor="ray", **{name: "x"}))  # asks nobody yet
+    made.close()
