@@ -209,6 +209,7 @@ def test_who_leaves_ends_its_own_call_and_an_error_is_one_calls_own(engine):
             await streamed(client, [10**8], LONG)
         return (await other)[-1].outputs[0].token_ids
 
+    eventually(lambda: engine.metrics().running == 0, 20)  # of clients that have left before
     before = engine.metrics().requests_finished.get("abort", 0)
     assert len(course(engine.address, work)) == 200
     eventually(lambda: engine.metrics().running == 0, 20)
