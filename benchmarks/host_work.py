@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import beside
 import torch
 from torch import Tensor
 
@@ -146,46 +144,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--stream", action="store_true", help="every token to its caller")
-    parser.add_argument("--beside", help="another checkout")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    beside.add_flags(parser, rounds=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.beside is None:
-        show({"ms": measure(args.sequences, args.steps, args.stream)}, args.json)
-        return
-    turns: dict[str, list[dict[str, float]]] = {"here": [], "beside": []}
-    roots = {"here": str(Path(__file__).parents[1]), "beside": args.beside}
-    for _ in range(args.rounds):
-        for name, root in roots.items():
-            turns[name].append(_elsewhere(root, args))
-    medians = {
-        name: {key: statistics.median(turn[key] for turn in found) for key in found[0]}
-        for name, found in turns.items()
-    }
-    here, there = medians.values()
-    medians["ratio"] = {key: here[key] / there[key] for key in here}
-    show(medians, args.json)
-
-
-def _elsewhere(root: str, args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, __file__, "--json", "--sequences", str(args.sequences)]
-    command += ["--steps", str(args.steps), *(["--stream"] if args.stream else [])]
-    env = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)["ms"]
-    return found
-
-
-def show(rows: dict[str, dict[str, float]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(rows))
-        return
-    names = list(next(iter(rows.values())))
-    print("| | " + " | ".join(names) + " |")
-    print("|---" * (len(names) + 1) + "|")
-    for title, row in rows.items():
-        print(f"| {title} | " + " | ".join(f"{row[name]:.3f}" for name in names) + " |")
+    words = ["--sequences", str(args.sequences), "--steps", str(args.steps)]
+    words += ["--stream"] if args.stream else []
+    beside.run(args, lambda: measure(args.sequences, args.steps, args.stream), words)
 
 
 if __name__ == "__main__":

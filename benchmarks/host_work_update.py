@@ -13,17 +13,12 @@ processes of their own, and the ratios of their medians over the rounds are prin
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import types
-from pathlib import Path
 from typing import Any
 
+import beside
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -83,40 +78,11 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--updates", type=int, default=100)
-    parser.add_argument("--beside", help="another checkout")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    beside.add_flags(parser, rounds=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.beside is None:
-        found = measure(args.layers, args.updates)
-        print(json.dumps(found) if args.json else _line("ms", found))
-        return
-    roots = {"here": str(Path(__file__).parents[1]), "beside": args.beside}
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
-    for _ in range(args.rounds):
-        for name, root in roots.items():
-            turns[name].append(_elsewhere(root, args))
-    medians = {
-        name: {key: statistics.median(turn[key] for turn in found) for key in found[0]}
-        for name, found in turns.items()
-    }
-    here, there = medians.values()
-    medians["ratio"] = {key: here[key] / there[key] for key in here}
-    print(json.dumps(medians) if args.json else "\n".join(map(_line, medians, medians.values())))
-
-
-def _elsewhere(root: str, args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-W", "ignore", __file__, "--json"]
-    command += ["--layers", str(args.layers), "--updates", str(args.updates)]
-    env = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def _line(title: str, row: dict[str, float]) -> str:
-    return f"{title}: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items())
+    words = ["--layers", str(args.layers), "--updates", str(args.updates)]
+    beside.run(args, lambda: measure(args.layers, args.updates), words)
 
 
 if __name__ == "__main__":
