@@ -27,7 +27,7 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.trainer.weight_report import CheckLink, check_weights
 from rollout.weight_sync.versions.adapter_files import check_name
-from rollout.weight_sync.versions.follower import looks
+from rollout.weight_sync.versions.directories import looks
 from rollout.weights import Box
 from rollout.weights.adapters import BIASED, EXPERTS
 from rollout.weights.names import placed

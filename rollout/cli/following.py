@@ -18,7 +18,7 @@ _WAIT = 5.0  # seconds for an update that is under way when the service ends
 
 def check_followed(directory: str | None, weight_dirs: Sequence[str]) -> None:
     """Raises ``ConfigError`` for one that is none, or may not be read."""
-    from rollout.weight_sync.versions.follower import allowed
+    from rollout.weight_sync.versions.directories import allowed
 
     if directory is not None:
         allowed(directory, weight_dirs)

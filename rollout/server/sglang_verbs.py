@@ -25,7 +25,7 @@ from rollout.generation.metrics import EngineStats
 from rollout.server.verbs import Size, UpdateInfo, derived_id, served_of, session_of
 from rollout.weight_sync.trainer.publisher import UpdateOptions
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
-from rollout.weight_sync.versions.follower import inside, looks
+from rollout.weight_sync.versions.directories import inside, looks
 from rollout.wire.spellings import near
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from rollout.engine.updates.vllm_session import DEADLINE, TIMEOUT, VerbSession
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
-from rollout.weight_sync.versions.follower import inside
+from rollout.weight_sync.versions.directories import inside
 from rollout.weights import TensorMeta
 from rollout.wire.codec import to_plain
 from rollout.wire.frames import DTYPES

@@ -20,7 +20,8 @@ from trainer import BUCKET, DEADLINE, fresh, nudged
 
 from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.versions.follower import Follower, readable
+from rollout.weight_sync.versions.directories import readable
+from rollout.weight_sync.versions.follower import Follower
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter
 from rollout.weights.files import open_weights

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import save as save_parts
 from rollout.errors import IncompleteUpdate, SourceFailed
 from rollout.loader import open_checkpoint
 from rollout.weight_sync.trainer.sources.detect import detect
-from rollout.weight_sync.versions.follower import check_checkpoint
+from rollout.weight_sync.versions.directories import check_checkpoint
 from rollout.weights import Box
 
 State = dict[str, Tensor]

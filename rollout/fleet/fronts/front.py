@@ -47,7 +47,7 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.protocol.unload import unload
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.adapter_files import AdapterFiles, adapter_directory
-from rollout.weight_sync.versions.follower import readable, warn_of_absent
+from rollout.weight_sync.versions.directories import readable, warn_of_absent
 from rollout.weight_sync.versions.read_once import ReadOnce
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.version import ServerInfo, Speaks

@@ -12,7 +12,7 @@ from rollout.errors import ConfigError
 from rollout.server.auth import Access
 from rollout.server.http.guard import Engine, Routes
 from rollout.server.verbs import served_of
-from rollout.weight_sync.versions.follower import inside
+from rollout.weight_sync.versions.directories import inside
 
 routes = Routes()
 LOADED_BY = "adapters are loaded by"

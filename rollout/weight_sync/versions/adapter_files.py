@@ -11,7 +11,7 @@ from rollout.generation.sampling_params import MAX_NAME
 from rollout.loader.peft_adapter import ADAPTER_DIRECTORY
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
-from rollout.weight_sync.versions.follower import allowed, check_inside, looks
+from rollout.weight_sync.versions.directories import allowed, check_inside, looks
 
 
 class AdapterFiles:
