@@ -15,15 +15,14 @@ from rollout.errors import ConfigError
 from rollout.loader.dummy import DummyFiles
 from rollout.loader.fast_files import FastFiles
 from rollout.loader.hub import resolve_model
+from rollout.loader.local_files import found_format, open_files, weight_paths
 from rollout.loader.registry import LoadRequest, find_loader, register_loader
 from rollout.loader.remote import is_remote, open_remote
-from rollout.loader.sharded_state import ShardedFiles, is_sharded
 from rollout.weights import Box, LazyTensor, TensorMeta
 from rollout.weights.files import (
     AsTheyWere,
     Files,
     codes_of,
-    open_weights,
     unpacked,
     weight_shards,
 )
@@ -135,25 +134,26 @@ def _found(location: str) -> str:
     """The format of a URL's files, or a directory's: of ranks' own, safetensors, .bin or .pt."""
     if is_remote(location):
         return "safetensors"
-    return "sharded_state" if is_sharded(Path(location)) else weight_shards(Path(location))[0].name
+    return found_format(Path(location))
 
 
 def _paths(location: str, load_format: str) -> Sequence[Path]:
     """The files of this machine that these formats read."""
     kind = "safetensors" if load_format == "fastsafetensors" else load_format
-    if is_remote(location) or kind not in ("safetensors", "pt"):
+    if is_remote(location) or kind not in ("safetensors", "pt", "sharded_state"):
         return ()
-    return weight_shards(Path(location), kind)[1].files
+    return weight_paths(Path(location), kind)
 
 
 @register_loader("safetensors")
 @register_loader("pt")
+@register_loader("sharded_state")
 def _files(request: LoadRequest) -> Files:
     if is_remote(request.location):
         if request.load_format == "safetensors":
             return open_remote(request.location)
         raise ConfigError(f"{request.location}: only safetensors are read by ranges; use them")
-    return open_weights(request.directory, request.load_format)[1]
+    return open_files(request.directory, request.load_format)
 
 
 @register_loader("fastsafetensors")
@@ -162,11 +162,6 @@ def _fast(request: LoadRequest) -> Files:
         raise ConfigError(f"{request.location}: fastsafetensors reads files; use safetensors")
     _, shards = weight_shards(request.directory, "safetensors")
     return unpacked(FastFiles(shards), request.directory)
-
-
-@register_loader("sharded_state")
-def _sharded(request: LoadRequest) -> Files:
-    return ShardedFiles(request.directory)
 
 
 @register_loader("dummy")

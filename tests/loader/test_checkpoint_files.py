@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from tiny_models import write_tiny
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
 from rollout.loader import open_checkpoint
+from rollout.loader.sharded_state import save_shard
 from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig
-from rollout.weights import Box, TensorMeta
+from rollout.weights import Box, TensorMeta, WeightSlot
 from rollout.weights.files import open_weights
 
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
@@ -345,16 +347,30 @@ for name, shape in values.items():
 """
 
 
+def in_form(form: str, path: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """The file of weights in ``path``, as one of that form."""
+    file = path / "model.safetensors"
+    if form == "safetensors":
+        return file
+    file.unlink()
+    if form == "pt":
+        file = path / "pytorch_model.bin"
+        torch.save(weights, file)
+        return file
+    boxes = {name: Box.full(tuple(value.shape)) for name, value in weights.items()}
+    held = [
+        (WeightSlot(name, box.shape, box, name, box), weights[name]) for name, box in boxes.items()
+    ]
+    save_shard(path, 0, 1, held, save="one")
+    return path / "rank-00000-of-00001.safetensors"
+
+
 @pytest.mark.parametrize("how", ["read", "mapped"])
-@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
 def test_a_file_that_gets_shorter_while_it_is_read_is_named(tiny, tmp_path, form, how):
     """Who only maps it is ended by SIGBUS."""
     path, weights = tiny
-    file = path / "model.safetensors"
-    if form == "bin":
-        file.unlink()
-        file = path / "pytorch_model.bin"
-        torch.save(weights, file)
+    file = in_form(form, path, weights)
     script = tmp_path / "cut.py"
     script.write_text(CUT)
     process = Script(script, [str(path), str(file), how], tmp_path / "log")
@@ -368,15 +384,11 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_named(tiny, tmp_path, form
         assert f"{file} ends within {name}: it has become shorter" in said
 
 
-@pytest.mark.parametrize("form", ["safetensors", "pt"])
+@pytest.mark.parametrize("form", ["safetensors", "pt", "sharded_state"])
 def test_a_file_that_is_written_while_it_is_read_is_named(tiny, form):
     """A start beside a trainer that saves there must not serve a mixture of two checkpoints."""
     path, weights = tiny
-    file = path / "model.safetensors"
-    if form == "pt":
-        file.unlink()
-        file = path / "pytorch_model.bin"
-        torch.save(weights, file)
+    file = in_form(form, path, weights)
     os.utime(file, (0, 0))
     with open_checkpoint(str(path)) as checkpoint:
         items = checkpoint.items()

@@ -9,10 +9,12 @@ from rollout.models.weight_io.known_bucket import KnownBucket
 from rollout.models.weight_io.load import WholePlan
 
 SHAPES = ((3, 4), (5,))
+STRIDES = ([4, 1], [1])
 PLAN = WholePlan(("a", "b"), SHAPES, (), (), (), 0)
 
 
-def _known(lies: tuple[tuple[int, int], ...], sizes: list[int]) -> KnownBucket:
+def _known(starts: tuple[tuple[int, int], ...], sizes: list[int]) -> KnownBucket:
+    lies = [(*start, strides) for start, strides in zip(starts, STRIDES, strict=True)]
     dtypes = (torch.float32, torch.bfloat16)
     return KnownBucket(entries=(), sizes=sizes, lies=lies, dtypes=dtypes, plan=PLAN)
 

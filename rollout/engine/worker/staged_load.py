@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import ConfigError
+from rollout.kernels.digest.strides import row_major
 from rollout.models.adapters.model import AdapterModel
 from rollout.models.adapters.slots import AdapterSlots
 from rollout.models.model import Model
@@ -160,7 +161,8 @@ def _known(
             or _adapter(entry.name) != part
         ):
             return None
-        lies.append((entry.region, entry.offset // entry.dtype.itemsize))
+        first = entry.offset // entry.dtype.itemsize
+        lies.append((entry.region, first, row_major(entry.shape)))
     names = [entry.name if part is None else own_name(entry.name) for entry in entries]
     plan = load.plan_whole(names)
     if plan is None:

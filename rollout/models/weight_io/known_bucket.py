@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.kernels.digest.strides import row_major
 from rollout.models.weight_io.load import WholePlan
 
 ALIGNED = 16  # bytes: the longest element of any dtype
@@ -19,12 +18,12 @@ class KnownBucket:
     """Whole tensors in regions of the sender's memory, each checked when they came first.
 
     ``entries``: of the header, the same object whenever it comes again. ``sizes``: bytes of each
-    region. ``lies``: of each tensor its region, and the first of its elements there.
+    region. ``lies``: of each tensor its region, the first of its elements there, and its strides.
     """
 
     entries: object
     sizes: Sequence[int]
-    lies: Sequence[tuple[int, int]]
+    lies: Sequence[tuple[int, int, list[int]]]
     dtypes: Sequence[torch.dtype]
     plan: WholePlan
 
@@ -34,7 +33,7 @@ class KnownBucket:
             return None
         found = []
         elements: dict[tuple[int, torch.dtype], Tensor] = {}  # regions as ones of a dtype
-        for (index, first), dtype, shape in zip(
+        for (index, first, strides), dtype, shape in zip(
             self.lies, self.dtypes, self.plan.shapes, strict=True
         ):
             region = regions[index]
@@ -47,7 +46,7 @@ class KnownBucket:
                 size = dtype.itemsize
                 whole = elements[index, dtype] = region[: region.numel() // size * size].view(dtype)
             at = whole.storage_offset() + first
-            found.append(whole.as_strided(shape, row_major(shape), at))
+            found.append(whole.as_strided(shape, strides, at))
         return found
 
     def _is_flat(self, region: Tensor, index: int) -> bool:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from rollout.errors import ConfigError, SourceFailed
-from rollout.loader.sharded_state import ShardedFiles, is_sharded, rank_files
+from rollout.loader.local_files import found_format, open_files, weight_paths
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.values import readable
 from rollout.weights import Box, Shape, TensorMeta
 from rollout.weights.expert_names import expert_part
-from rollout.weights.files import AsTheyWere, Files, codes_of, open_weights, weight_shards
+from rollout.weights.files import AsTheyWere, Files, codes_of
 from rollout.weights.names import is_idle_bias
 from rollout.weights.packed_rows import FileCodes, pack_rows, packed_shape
 
@@ -35,9 +35,9 @@ class DirectorySource:
     def __init__(self, path: Path, naming: Naming, agreement: RankGroup) -> None:
         self._path, self._naming, self.agreement = path, naming, agreement
         with _named(path):
-            read = rank_files(path) if is_sharded(path) else weight_shards(path)[1].files
-            self._as_they_were = AsTheyWere(read)
-            files = _open(path)
+            self._format = found_format(path)
+            self._as_they_were = AsTheyWere(weight_paths(path, self._format))
+            files = self._open()
             sent = [one for meta in self._held(files) for one in self._sent(files, meta)]
             files.close()
         self._metadata = tuple(
@@ -56,6 +56,9 @@ class DirectorySource:
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(meta.name, [Box.full(meta.shape)]) for meta in self._metadata]
+
+    def _open(self) -> Files:
+        return open_files(self._path, self._format, mapped=False)
 
     def _held(self, files: Files) -> list[TensorMeta]:
         return [
@@ -89,7 +92,7 @@ class DirectorySource:
 
     def _read(self) -> Iterator[tuple[str, Tensor]]:
         with _named(self._path):
-            files = _open(self._path)
+            files = self._open()
             try:
                 for meta in self._held(files):
                     for sent in self._sent(files, meta):
@@ -97,14 +100,6 @@ class DirectorySource:
                 self._as_they_were.check()
             finally:
                 files.close()
-
-
-def _open(path: Path) -> Files:
-    return (
-        ShardedFiles(path, mapped=False)
-        if is_sharded(path)
-        else open_weights(path, mapped=False)[1]
-    )
 
 
 @dataclass(frozen=True, slots=True)
