@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 
@@ -77,7 +78,7 @@ def test_rounds_are_bounded(engine, trainers, checkpoints) -> None:
 
     def counting(method, args, tensors=None):
         if method == "stage_bucket":
-            seen.append(args["header"])
+            seen.append(json.loads(args["header"]))
         return call(method, args, tensors)
 
     engine.call = counting

@@ -144,7 +144,7 @@ def test_planned_bytes_are_what_moves(checkpoints, tmp_path, trainer, size, plac
 
     def counting(method, args, tensors=None):
         if method == "stage_bucket":
-            for message in args["header"]["messages"]:
+            for message in json.loads(args["header"])["messages"]:
                 sizes = (entry["nbytes"] for entry in message["entries"])
                 moved[message["src"], message["dst"]] += sum(sizes)
         return call(method, args, tensors)

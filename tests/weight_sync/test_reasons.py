@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from engine_ranks import Engine
 from trainer import Trainer
@@ -62,7 +64,7 @@ def test_the_trainer_is_told_what_failed_on_a_rank(
     take = rank.stage_bucket
 
     def full(args, tensors):
-        if args["header"]["index"] == 2:
+        if json.loads(args["header"])["index"] == 2:
             raise EngineBroken(FULL)
         return take(args, tensors)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import gather_replies
 from rollout.weight_sync.protocol.messages import BucketHeader
-from rollout.wire.codec import to_plain
+from rollout.wire.codec import to_json
 from rollout.wire.frames import Reply
 
 _AHEAD = 2  # buckets in flight per sender, and as many again
@@ -63,7 +63,7 @@ class BucketQueue:
         """
         self.count += 1
         plain = plain and not (header.is_in_place and self._engine.reads_on)
-        args = {"update_id": update_id, "header": to_plain(header) if plain else header}
+        args = {"update_id": update_id, "header": to_json(header).decode() if plain else header}
         self._waiting[header.index] = self._engine.call("stage_bucket", args, carried)
 
     def wait(self, index: int, timeout: float) -> None:

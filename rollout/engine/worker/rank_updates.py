@@ -27,6 +27,7 @@ from rollout.errors import (
 from rollout.models.adapters.slots import AdapterSlots
 from rollout.weight_sync.protocol.bucket import unpack
 from rollout.weight_sync.protocol.digests import slot_rows
+from rollout.weight_sync.protocol.header_reader import HeaderReader
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, UpdateRequest
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import EngineRank, InPlaceReceiver, Receiver
@@ -57,6 +58,7 @@ class RankUpdates:
         self._failed: tuple[str, Mapping[str, Any]] | None = None  # an update, and why it ended
         self._members: dict[str, Member] = {}  # of frameworks' groups, across their updates
         self._using = ""  # the one that the next broadcasts come over
+        self._headers = HeaderReader()
         self._entries: dict[int, tuple[BucketEntry, ...]] = {}  # read in place last, by bucket
 
     def join(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +131,7 @@ class RankUpdates:
         update = self._current(args)
         header = args["header"]
         if not isinstance(header, BucketHeader):
-            header = from_plain(BucketHeader, header)
+            header = self._headers.read(header.encode())
         header = self._known(header.share(self._rank))
         with self._dropping_on_error():
             if header.index != update.next_index:

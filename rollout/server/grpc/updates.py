@@ -36,6 +36,7 @@ from rollout.server.grpc.services import checked
 from rollout.server.grpc.sharing import SharingChannel
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.header_reader import HeaderReader
 from rollout.weight_sync.protocol.link import Forward, StreamOffer
 from rollout.weight_sync.protocol.messages import BucketHeader, Seal, UpdateRequest
 from rollout.wire.codec import from_json, parsed
@@ -60,6 +61,7 @@ class HeldUpdates:
 
     def __init__(self, relays: Relays | None = None) -> None:
         self.relays, self._updates = relays or Relays(), dict[str, UpdateStream]()
+        self.headers = HeaderReader()  # over all updates
 
     def find(self, resume: Any) -> UpdateStream:
         """The update that a resume or join names, if it knows its secret; or ``TransferFailed``."""
@@ -374,7 +376,7 @@ class UpdateStream:
 
     def _start_bucket(self, message: Any) -> None:
         self._buckets += 1
-        header = from_json(BucketHeader, message.header_json)
+        header = self._held.headers.read(message.header_json)
         if not message.HasField("payload_bytes"):
             self._channel.bucket(header, None)
             return
