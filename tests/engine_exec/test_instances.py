@@ -8,7 +8,7 @@ from tiny_models import write_tiny
 from rollout.errors import EngineBroken, RolloutError, VersionConflict
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.messages import UpdateRequest
-from rollout.wire.codec import to_plain
+from rollout.wire.codec import to_json, to_plain
 
 PROMPTS = [[5, 6, 7], list(range(40, 60))]
 NEW = 6
@@ -59,7 +59,7 @@ def stage(executor, tensors, update_id="u", between=lambda: None, **settings):
 
     def send(buckets):
         for header, payload in buckets:
-            args = {"update_id": update_id, "header": to_plain(header)}
+            args = {"update_id": update_id, "header": to_json(header).decode()}
             futures = executor.call("stage_bucket", args, {"payload": payload.clone()})
             between()
             for future in futures:
