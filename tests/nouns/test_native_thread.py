@@ -48,12 +48,14 @@ native_thread.NativeThread("works", work, over.set).start()
 INTERRUPTED = """
 def interrupted(*args, **given):
     raise KeyboardInterrupt
-begin, threading._start_new_thread = threading._start_new_thread, interrupted
+name = next(n for n in ("_start_joinable_thread", "_start_new_thread") if hasattr(threading, n))
+begin = getattr(threading, name)
+setattr(threading, name, interrupted)
 try:
     native_thread.NativeThread("never begun", stuck).start()
 except KeyboardInterrupt:
     inside.set()
-threading._start_new_thread = begin
+setattr(threading, name, begin)
 """
 
 
