@@ -71,3 +71,8 @@ def test_a_tensor_of_which_the_sender_has_no_part_is_refused_with_the_remedy(job
         said = rank["elsewhere"]
         assert said["type"] == "WeightMismatch"
         assert "b.weight lies on ranks [2, 3] alone, and rank 0, which sends" in said["message"]
+
+
+def test_who_does_not_come_is_named_to_all_that_do(job: Job) -> None:
+    for rank in (0, 1, 3):
+        assert job[1][rank]["absent"].startswith("trainer rank 2 did not come to the update")

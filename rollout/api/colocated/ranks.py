@@ -16,7 +16,6 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -358,7 +357,7 @@ class ColocatedRollout:
         from rollout.engine.executors.external import ExternalExecutor, RankHost
 
         device = _own_gpu(self.config)
-        links = meet(self._me, self.ranks, time.monotonic() + self._meet_timeout)
+        links = meet(self._me, self.ranks, self._meet_timeout)
         if self._me:
             self._host = RankHost(links[0], device)
             return None

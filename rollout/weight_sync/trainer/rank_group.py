@@ -72,7 +72,7 @@ class RankGroup:
         me = list(ranks).index(here)
         if len(ranks) == 1:
             return cls(0, ranks)
-        return cls(me, ranks, meet(me, tuple(ranks), time.monotonic() + timeout))
+        return cls(me, ranks, meet(me, tuple(ranks), timeout))
 
     def exchange(
         self, status: Mapping[str, Any], timeout: float, phase: str = "exchange"

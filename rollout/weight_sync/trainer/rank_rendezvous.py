@@ -19,21 +19,22 @@ from rollout.errors import DeadlineExceeded, TransferFailed, some
 _HELLO = 8 + 1 + 32  # bytes: the member's index, a blank, the secret
 
 
-def meet(me: int, ranks: tuple[int, ...], deadline: float) -> dict[int, socket.socket]:
+def meet(me: int, ranks: tuple[int, ...], timeout: float) -> dict[int, socket.socket]:
     """Form the star through the job's store; the links by member index.
 
     Each peer leaves a fresh nonce under its own key, the centre takes it away and answers that
-    nonce with an address and a secret. So neither a rank that skipped or gave up an update nor
-    one left over from a failed one can make later meetings miss each other.
+    nonce with an address and a secret, or with who is missing. So neither a rank that skipped or
+    gave up an update nor one left over from a failed one can make later meetings miss each other.
     """
+    deadline = time.monotonic() + timeout
     store = dist.distributed_c10d._get_default_store()
     host = job_address()
     prefix = "rollout/agree/" + ",".join(map(str, ranks))
     # A clone, so that a wait here does not hold the connection the job itself uses.
     mine = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
     try:
-        if me:
-            return {0: _join(mine, me, ranks, deadline)}
+        if me:  # the centre, which knows who is missing, speaks first
+            return {0: _join(mine, me, ranks, deadline + min(1.0, timeout / 4))}
         return _gather_peers(mine, host, ranks, deadline)
     except errors.RolloutError:
         raise  # DeadlineExceeded is an OSError, too
@@ -54,10 +55,7 @@ def _gather_peers(
             listener.bind((host, 0))
             listener.listen(len(ranks) + 8)
             address = {"host": host, "port": listener.getsockname()[1], "secret": secret}
-            for index in range(1, len(ranks)):
-                nonce = _take(store, f"hello/{index}", deadline)
-                if nonce is None:
-                    raise _absent(store, index, ranks)
+            for nonce in _nonces(store, ranks, deadline):
                 store.set(f"answer/{nonce}", json.dumps(address))
             while len(links) < len(ranks) - 1:
                 _accept(listener, secret, links, ranks, deadline)
@@ -68,13 +66,23 @@ def _gather_peers(
     return links
 
 
-def _absent(store: Any, first: int, ranks: tuple[int, ...]) -> DeadlineExceeded:
-    missing = [i for i in range(first, len(ranks)) if not store.check([f"hello/{i}"])]
-    names = some([str(ranks[i]) for i in missing or [first]])
-    return DeadlineExceeded(
-        f"trainer rank {names} did not come to the update within the timeout (phase 'meet'); "
-        "every rank of a distributed source must call update_weights"
+def _nonces(store: Any, ranks: tuple[int, ...], deadline: float) -> list[str]:
+    """Of all peers; where some do not come, those that have are told which."""
+    found: dict[int, str | None] = {}
+    for index in range(1, len(ranks)):
+        there = None not in found.values() or store.check([f"hello/{index}"])
+        found[index] = _take(store, f"hello/{index}", deadline) if there else None
+    come = [nonce for nonce in found.values() if nonce is not None]
+    missing = [str(ranks[index]) for index, nonce in found.items() if nonce is None]
+    if not missing:
+        return come
+    error = DeadlineExceeded(
+        f"trainer rank {some(missing)} did not come to the update within the timeout (phase "
+        "'meet'); every rank of a distributed source must call update_weights"
     )
+    for nonce in come:
+        store.set(f"answer/{nonce}", json.dumps({"error": errors.to_wire(error)}))
+    raise error
 
 
 def _accept(
@@ -123,6 +131,8 @@ def _join(store: Any, me: int, ranks: tuple[int, ...], deadline: float) -> socke
             "(phase 'meet'); every rank of a distributed source must call update_weights"
         )
     where = json.loads(answer)
+    if "error" in where:
+        raise errors.from_wire(where["error"])
     link = socket.create_connection(
         (where["host"], where["port"]), timeout=max(0.01, deadline - time.monotonic())
     )

@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import (
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import Tiny
 
+from rollout.errors import DeadlineExceeded
+from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.update import detect_update
 
 BF16 = torch.bfloat16
@@ -62,6 +64,11 @@ if __name__ == "__main__":
     }
     source = detect_update(spread, {}).source(aliases={}, dtype=BF16, timeout=TIMEOUT)
     job.failing("elsewhere", source.agreement, source, lambda index: None)
+    if job.rank != 2:
+        try:
+            RankGroup.over(range(4), 1.0)
+        except DeadlineExceeded as error:
+            job.outcome["absent"] = str(error)
     job.finish()
     dist.barrier()
     dist.destroy_process_group()
