@@ -496,6 +496,18 @@ def test_a_reading_that_a_commit_fell_into_is_done_again(engine, new) -> None:
     assert len(read) == 2
 
 
+def test_a_check_says_which_version_it_compared_with(engine, new) -> None:
+    def source():
+        for index, item in enumerate(new.items()):
+            if index == 3:
+                update(engine, new)
+            yield item
+
+    report = check_weights(source(), connect=lambda: engine, timeout=DEADLINE)
+    assert report.equal
+    assert report.version == engine.info().version == 1
+
+
 class LosesTheReply:
     """A link whose commit happens, late, after its reply was lost."""
 

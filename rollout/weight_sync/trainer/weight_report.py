@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rollout.config import DEFAULT_BUCKET_BYTES
-from rollout.errors import RolloutError, SourceFailed, WeightMismatch
+from rollout.errors import DeadlineExceeded, RolloutError, SourceFailed, WeightMismatch
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.fit import differences
 from rollout.weight_sync.protocol.messages import WeightInfo
@@ -33,7 +34,7 @@ _RECENT = 8  # receipts that an estimate may rest on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReport:
-    """How a source compares with an engine's live weights at ``version``.
+    """How a source compares with an engine's weights at ``version``, the live one when it was read.
 
     ``differing``: sent and held, with other values. ``problems``: names, shapes and dtypes that do
     not fit (see ``preflight``). ``num_bytes`` is what an update would send. ``cost``: what it would
@@ -133,21 +134,40 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
             reports = [stats.report()]
             if by_boxes:
                 reports = group.collect_rows(reports[0], timeout, "digests")
-            held = connect().digests(timeout)
+            live, held = _live_digests(connect(), info, timeout)
             held = {n: v for n, v in held.items() if component_of(n) in found.components}
-            return _verdict(stats.add_up(reports), info, held)
+            compared = {"version": live.version, "epoch": live.epoch}
+            return {**compared, **_verdict(stats.add_up(reports), info, held)}
 
         if by_boxes and not group.is_sender:
             group.collect_rows(stats.report(), timeout, "digests")
         said = group.first_does(verdict, timeout, "check", _as_it_is, _as_it_is)
         return WeightReport(
-            version=info.version,
-            epoch=info.epoch,
+            version=said["version"],
+            epoch=said["epoch"],
             differing=tuple(said["differing"]),
             problems=tuple(said["problems"]),
             num_tensors=said["num_tensors"],
             num_bytes=num_bytes,
         )
+
+
+def _live_digests(
+    link: CheckLink, info: WeightInfo, timeout: float
+) -> tuple[WeightInfo, dict[str, int]]:
+    """Of the live weights, and whose they are: what was live before the source was read, in
+    ``info``, need not be what is read now.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        held, now = link.digests(timeout), link.info()
+        if (now.epoch, now.version) == (info.epoch, info.version):
+            return now, held
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"commits came faster than the live weights could be read, for {timeout:g} s"
+            )
+        info = now
 
 
 def _digested(
