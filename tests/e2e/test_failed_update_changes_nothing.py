@@ -59,6 +59,23 @@ def test_a_killed_trainer_rank(engine, fresh, checkpoints, fragile, transport) -
     assert engine.update_weights(weights(checkpoints["b"])).version == before + 1
 
 
+@pytest.mark.parametrize("transport", ["broadcast", pytest.param("p2p", marks=pytest.mark.more)])
+def test_a_trainer_rank_killed_at_the_commit_takes_no_receipt_from_the_others(
+    engine, fresh, checkpoints, fragile, transport
+) -> None:
+    before = engine.weight_version
+    fragile.ask(op="load", path=str(checkpoints["b"]))
+    sender, killed = fragile.ask(
+        op="update", address=engine.address, transport=transport, timeout=TIMEOUT,
+        bucket_bytes=BUCKET, die_at_commit=1,
+    )  # fmt: skip
+    assert killed is None
+    assert sender is not None
+    assert "error" not in sender, sender
+    assert sender["receipt"]["version"] == engine.weight_version == before + 1
+    assert outcome(engine) == fresh["b"]
+
+
 @pytest.mark.parametrize("transport", ["broadcast"])
 def test_all_trainer_ranks_killed(engine, fresh, checkpoints, fragile, transport) -> None:
     engine.update_weights(weights(checkpoints["a"]))

@@ -5,8 +5,9 @@
 Commands: {"op": "load", "path": DIR} takes the weights of a checkpoint; {"op": "become", "path":
 DIR} goes on with the model of another, of any architecture; {"op": "beside", "path": DIR} also
 builds a draft of it, of the same kind; {"op": "update", "address", "transport", "timeout",
-"bucket_bytes", "encoding", "die_at": {rank: item}, "kill_sender_at": bucket, "beside": true for the
-draft, too, "keep": true to update through one connection} answers with the receipt or the error;
+"bucket_bytes", "encoding", "die_at": {rank: item}, "kill_sender_at": bucket, "die_at_commit": rank,
+"beside": true for the draft, too, "keep": true to update through one connection} answers with the
+receipt or the error;
 {"op": "end"}.
 """
 
@@ -29,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from rollout import Rollout, RolloutError
 from rollout.testing.faults import Fault, Faulty
+from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.wire.codec import to_plain
 
@@ -115,6 +117,18 @@ def load(kind: str, module: nn.Module, path: str) -> None:
             parameter.data.copy_(value)
 
 
+def die_at_commit() -> None:
+    """Kill this process before it hears whether the first rank has committed."""
+    first_does: Any = RankGroup.first_does
+
+    def dies(self: RankGroup, act: Any, timeout: float, phase: str, *more: Any, **to: Any) -> Any:
+        if phase == "commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return first_does(self, act, timeout, phase, *more, **to)
+
+    RankGroup.first_does = dies  # type: ignore[method-assign]
+
+
 kept: dict[str, Rollout] = {}  # address -> the connection that remembers what it has sent
 
 
@@ -125,6 +139,8 @@ def update(source: Any, rank: int, ask: dict[str, Any]) -> dict[str, Any]:
     dying = ask.get("die_at", {})
     if dying:
         source = Dying(source, dying.get(str(rank), -1), ask["timeout"])
+    if ask.get("die_at_commit") == rank:
+        die_at_commit()
     started = time.monotonic()
     try:
         with ExitStack() as stack:

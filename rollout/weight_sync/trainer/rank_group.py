@@ -75,26 +75,33 @@ class RankGroup:
         return cls(me, ranks, meet(me, tuple(ranks), timeout))
 
     def exchange(
-        self, status: Mapping[str, Any], timeout: float, phase: str = "exchange"
+        self,
+        status: Mapping[str, Any],
+        timeout: float,
+        phase: str = "exchange",
+        lasting: bool = False,
     ) -> list[Any]:
         """Every member's ``status`` (a JSON-able object), in member order, on every member.
 
-        Where one status has a true ``"error"``, members that do not come soon are None.
+        Where one status has a true ``"error"``, members that do not come soon are None; so are, if
+        the sender's is ``lasting``, those that are gone or late, which is no error then.
         """
         if self.size == 1:
             return [dict(status)]
         try:
             with self._talking:
-                return self._exchange(dict(status), timeout, phase)
+                return self._exchange(dict(status), timeout, phase, lasting)
         except BaseException:
             self.close()
             raise
 
-    def _exchange(self, status: dict[str, Any], timeout: float, phase: str) -> list[Any]:
+    def _exchange(
+        self, status: dict[str, Any], timeout: float, phase: str, lasting: bool
+    ) -> list[Any]:
         if self._given_up is not None:
             raise self._given_up
         if self.is_sender:
-            return self._collect(status, time.monotonic() + timeout, phase)
+            return self._collect(status, time.monotonic() + timeout, phase, lasting)
         with suppress(TransferFailed):  # the centre may have left after an earlier verdict
             self._star.send(0, {"phase": phase, "status": status}, timeout, phase)
         # The centre waits ``timeout`` for the slowest member, and then says who it was.
@@ -104,11 +111,16 @@ class RankGroup:
         return list(reply["all"])
 
     def broadcast(
-        self, obj: Mapping[str, Any] | None, timeout: float, phase: str = "announce"
+        self,
+        obj: Mapping[str, Any] | None,
+        timeout: float,
+        phase: str = "announce",
+        lasting: bool = False,
     ) -> dict[str, Any]:
         """Returns the sender's ``obj`` (JSON-able) on every member; what others pass is ignored."""
         mine = dict(obj or {}) if self.is_sender else {}
-        return self.exchange({"obj": mine}, timeout, phase)[0]["obj"]  # type: ignore[no-any-return]
+        said = self.exchange({"obj": mine}, timeout, phase, lasting)
+        return said[0]["obj"]  # type: ignore[no-any-return]
 
     def first_does(
         self,
@@ -117,11 +129,13 @@ class RankGroup:
         phase: str,
         to_wire: Callable[[T], dict[str, Any]],
         from_wire: Callable[[dict[str, Any]], T],
+        lasting: bool = False,
     ) -> T:
         """What ``act`` returned on the first rank, as it travels to the others (JSON-able).
 
         Its error is raised on every rank. ``timeout`` bounds the first rank's own wait; the others
-        allow for it to say so.
+        allow for it to say so. ``lasting``: what it did cannot be undone, and is no failure where
+        another rank is gone by then.
         """
         failure: errors.RolloutError | None = None
         said: dict[str, Any] = {}
@@ -137,7 +151,7 @@ class RankGroup:
         if self.size > 1:
             if failure is not None:
                 said = {"error": errors.to_wire(failure)}
-            said = self.broadcast(said, 2 * timeout, phase)
+            said = self.broadcast(said, 2 * timeout, phase, lasting and failure is None)
         if failure is not None:
             raise failure
         if self.is_sender:
@@ -280,32 +294,36 @@ class RankGroup:
         """Close every link, which frees peers that wait for this rank. Idempotent."""
         self._star.close()
 
-    def _collect(self, mine: dict[str, Any], deadline: float, phase: str) -> list[Any]:
+    def _collect(
+        self, mine: dict[str, Any], deadline: float, phase: str, lasting: bool
+    ) -> list[Any]:
         """The centre: take one status of every peer, answer all of them alike."""
-        replies: dict[int, dict[str, Any]] = {0: mine}
+        replies: dict[int, dict[str, Any] | None] = {0: mine}
         error: errors.RolloutError | None = None
         with selectors.DefaultSelector() as ready:
             for index, link in self._star.links.items():
                 ready.register(link, selectors.EVENT_READ, index)
             while error is None and len(replies) < self.size:
-                known = any(reply.get("error") for reply in replies.values())
+                known = any(reply and reply.get("error") for reply in replies.values())
                 if known:  # the verdict is clear: a peer may be stuck in the gather that failed
                     deadline = min(deadline, time.monotonic() + GRACE)
                 come = list(self._star.early)
                 if not come:
                     events = ready.select(max(0.0, deadline - time.monotonic()))
                     come = [key.data for key, _ in events]
-                if not come and known:
+                if not come and (known or lasting):
                     break
                 if not come:
                     error = self._star.late(set(range(self.size)) - set(replies), phase)
                 for index in come:
                     try:
                         replies[index] = self._status(index, deadline, phase, known)
-                        ready.unregister(self._star.links[index])
                     except errors.RolloutError as failure:
-                        error = failure
-                        break
+                        if not lasting:
+                            error = failure
+                            break
+                        replies[index] = None
+                    ready.unregister(self._star.links[index])
         answer: dict[str, Any] = {"phase": phase, "all": [replies.get(i) for i in range(self.size)]}
         if error is not None:
             answer = {"phase": phase, "error": errors.to_wire(error)}
@@ -313,7 +331,7 @@ class RankGroup:
             try:
                 self._star.send(index, answer, 1.0, phase)
             except errors.RolloutError as failure:
-                error = error or failure
+                error = error or (None if lasting else failure)
         if error is not None:
             raise error
         return answer["all"]  # type: ignore[no-any-return]

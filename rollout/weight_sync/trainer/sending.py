@@ -192,7 +192,9 @@ class Sending:
         def read(said: dict[str, Any]) -> UpdateReceipt:
             return from_plain(UpdateReceipt, said)
 
-        receipt: UpdateReceipt = self._group.first_does(act, timeout, "commit", to_plain, read)
+        receipt: UpdateReceipt = self._group.first_does(
+            act, timeout, "commit", to_plain, read, lasting=True
+        )
         return receipt
 
     def _reports(self) -> list[dict[str, Any]]:
