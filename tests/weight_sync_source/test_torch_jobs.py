@@ -152,6 +152,17 @@ def test_an_error_does_not_wait_for_ranks_that_hang_and_reaches_them_later(job: 
     assert first["seconds"] < 1.5
 
 
+def test_a_report_that_comes_too_late_is_said_to_and_hides_no_reason(job: Job) -> None:
+    first, second = (rank["slow_report"] for rank in job[1])
+    assert first == second
+    assert first["type"] == "DeadlineExceeded"
+    assert "rank 1 did not reach 'digests'" in first["message"]
+
+
+def test_what_the_first_rank_has_done_stays_done_where_another_is_gone(job: Job) -> None:
+    assert job[1][0]["lasting"] == {"version": 7}
+
+
 def test_ranks_other_than_the_first_are_told_what_is_every_ranks_own(job: Job) -> None:
     first, second = job[1]
     assert first["alone"] == [None] * 4

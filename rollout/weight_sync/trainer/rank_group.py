@@ -79,29 +79,32 @@ class RankGroup:
         status: Mapping[str, Any],
         timeout: float,
         phase: str = "exchange",
-        lasting: bool = False,
+        decided: bool = False,
     ) -> list[Any]:
         """Every member's ``status`` (a JSON-able object), in member order, on every member.
 
         Where one status has a true ``"error"``, members that do not come soon are None; so are, if
-        the sender's is ``lasting``, those that are gone or late, which is no error then.
+        what the sender says is ``decided``, those that are gone, late or elsewhere: it stands.
         """
         if self.size == 1:
             return [dict(status)]
         try:
             with self._talking:
-                return self._exchange(dict(status), timeout, phase, lasting)
+                found = self._exchange(dict(status), timeout, phase, decided)
         except BaseException:
             self.close()
             raise
+        if None in found:  # what they say next would be taken for another call's
+            self.close()
+        return found
 
     def _exchange(
-        self, status: dict[str, Any], timeout: float, phase: str, lasting: bool
+        self, status: dict[str, Any], timeout: float, phase: str, decided: bool
     ) -> list[Any]:
         if self._given_up is not None:
             raise self._given_up
         if self.is_sender:
-            return self._collect(status, time.monotonic() + timeout, phase, lasting)
+            return self._collect(status, time.monotonic() + timeout, phase, decided)
         with suppress(TransferFailed):  # the centre may have left after an earlier verdict
             self._star.send(0, {"phase": phase, "status": status}, timeout, phase)
         # The centre waits ``timeout`` for the slowest member, and then says who it was.
@@ -115,11 +118,11 @@ class RankGroup:
         obj: Mapping[str, Any] | None,
         timeout: float,
         phase: str = "announce",
-        lasting: bool = False,
+        decided: bool = False,
     ) -> dict[str, Any]:
         """Returns the sender's ``obj`` (JSON-able) on every member; what others pass is ignored."""
         mine = dict(obj or {}) if self.is_sender else {}
-        said = self.exchange({"obj": mine}, timeout, phase, lasting)
+        said = self.exchange({"obj": mine}, timeout, phase, decided)
         return said[0]["obj"]  # type: ignore[no-any-return]
 
     def first_does(
@@ -151,7 +154,7 @@ class RankGroup:
         if self.size > 1:
             if failure is not None:
                 said = {"error": errors.to_wire(failure)}
-            said = self.broadcast(said, 2 * timeout, phase, lasting and failure is None)
+            said = self.broadcast(said, 2 * timeout, phase, lasting or failure is not None)
         if failure is not None:
             raise failure
         if self.is_sender:
@@ -295,7 +298,7 @@ class RankGroup:
         self._star.close()
 
     def _collect(
-        self, mine: dict[str, Any], deadline: float, phase: str, lasting: bool
+        self, mine: dict[str, Any], deadline: float, phase: str, decided: bool
     ) -> list[Any]:
         """The centre: take one status of every peer, answer all of them alike."""
         replies: dict[int, dict[str, Any] | None] = {0: mine}
@@ -311,7 +314,7 @@ class RankGroup:
                 if not come:
                     events = ready.select(max(0.0, deadline - time.monotonic()))
                     come = [key.data for key, _ in events]
-                if not come and (known or lasting):
+                if not come and (known or decided):
                     break
                 if not come:
                     error = self._star.late(set(range(self.size)) - set(replies), phase)
@@ -319,7 +322,7 @@ class RankGroup:
                     try:
                         replies[index] = self._status(index, deadline, phase, known)
                     except errors.RolloutError as failure:
-                        if not lasting:
+                        if not decided:
                             error = failure
                             break
                         replies[index] = None
@@ -331,7 +334,7 @@ class RankGroup:
             try:
                 self._star.send(index, answer, 1.0, phase)
             except errors.RolloutError as failure:
-                error = error or (None if lasting else failure)
+                error = error or (None if decided else failure)
         if error is not None:
             raise error
         return answer["all"]  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weight_sync_source.jobs.rank import SHORT, TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
+from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect
@@ -158,6 +159,30 @@ def failures(job: Rank) -> None:
     agreement = detect(model).rank_group(TIMEOUT)
     agreement.vote(None, TIMEOUT)
     agreement.close()
+    last_words(job, detect(model).rank_group(TIMEOUT), "slow_report", late=True)
+    last_words(job, detect(model).rank_group(TIMEOUT), "lasting", late=False)
+
+
+def last_words(job: Rank, group: Agreement, name: str, late: bool) -> None:
+    """The first rank does something alone: it misses rank 1 in it, or rank 1 leaves meanwhile."""
+
+    def act() -> dict[str, int]:
+        if late:
+            group.collect_rows({}, 0.5, "digests")
+        return {"version": 7}
+
+    try:
+        if job.rank == 1 and late:
+            time.sleep(2)
+            group.collect_rows({}, TIMEOUT, "digests")
+        elif job.rank == 1:
+            group.close()
+        done = group.first_does(act, TIMEOUT, "commit", dict, dict, lasting=True)
+        job.outcome[name] = done
+    except Exception as error:
+        job.outcome[name] = {"type": type(error).__name__, "message": str(error)}
+    group.close()
+    dist.barrier()
 
 
 def untied_there(job: Rank) -> None:
