@@ -392,6 +392,26 @@ def test_prompt_logprobs_and_chat_prompts_come_where_vllm_has_them(http: httpx.C
     assert reply["prompt_token_ids"] == ids
 
 
+def test_prompt_logprobs_come_without_an_answer_too(http: httpx.Client) -> None:
+    def values(rows: Any) -> list[Any]:
+        return [row and {token: entry["logprob"] for token, entry in row.items()} for row in rows]
+
+    def same(rows: Any, others: Any) -> bool:
+        near = [row and pytest.approx(row, abs=1e-5) for row in values(rows)]
+        return near == values(others)
+
+    asked = {"temperature": 0, "prompt_logprobs": 2}
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 1, **asked}
+    rows = http.post("/v1/completions", json=body).json()["choices"][0]["prompt_logprobs"]
+    alone = http.post("/v1/completions", json={**body, "max_tokens": 0}).json()["choices"][0]
+    assert same(rows, alone["prompt_logprobs"])
+    for start in (0, 2):
+        sampling = {**asked, "max_tokens": 0, "prompt_logprobs_start": start}
+        tokens = {"token_ids": body["prompt"], "sampling_params": sampling}
+        reply = http.post("/inference/v1/generate", json=tokens).json()
+        assert same([*[None] * start, *rows[start:]], reply["prompt_logprobs"])
+
+
 def test_what_trl_sends_is_answered_in_the_shape_it_parses(http: httpx.Client) -> None:
     body = {
         "model": "tiny", "prompt": [[5, 6], [7]], "n": 2, "temperature": 0.7, "top_p": 1.0,

@@ -380,10 +380,12 @@ def prompt_rows(output: RequestOutput) -> list[dict[str, Any] | None] | None:
 
     Ranks count within the row: a prompt token beyond the alternatives asked for has the last one.
     """
-    if output.prompt_logprobs is None:
+    found, ids = output.prompt_logprobs, output.prompt_token_ids
+    if output.scores is not None:  # of a request without an answer
+        found = output.scores.rows(ids)
+    if found is None:
         return None
-    rows = zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
-    return [None if row is None else _ranked(row, token) for token, row in rows]
+    return [None if r is None else _ranked(r, token) for token, r in zip(ids, found, strict=False)]
 
 
 def _ranked(row: Mapping[int, float], first: int) -> dict[str, dict[str, float | None]]:
