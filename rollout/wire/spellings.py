@@ -30,6 +30,14 @@ def near(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
     return plain[min(begun, key=len)] if begun else None
 
 
+def asks_by_zero(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    """Whether ``value`` is a 0 that says something, by the default of what ``name`` is near to."""
+    if value != 0 or not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    meant = near(name, defaults)
+    return meant is not None and defaults[meant] != 0
+
+
 def in_python(name: str) -> str:
     return f"{name}="
 

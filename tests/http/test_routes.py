@@ -75,6 +75,9 @@ ASKS: list[tuple[dict[str, Any], Any]] = [  # what would change an answer, and w
     ({"logprob_token_ids": [1]}, []),
     ({"input_ids": [5, 6]}, []),
     ({"mm_processor_kwargs": {"a": 1}}, {}),
+    ({"hidden_state": True}, False),
+    ({"prompt_logprobs_start": 2}, 0),
+    ({"prompt_temperature": 2.0}, 1.0),
 ]
 
 

@@ -132,6 +132,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": IDS, "lora_path": "x"}, "there is no adapter 'x'"),
     ({"input_ids": IDS, "retrun_logprob": True}, "did you mean 'return_logprob'"),
     ({"input_ids": IDS, "sampling_params": {"max_tokens": 3}}, "did you mean"),
+    ({"input_ids": IDS, "sampling_params": {"temprature": 0}}, "did you mean 'temperature'"),
     ({"input_ids": IDS, "sampling_params": {"stop_regex": "a"}}, "stop_regex is not served"),
     ({"input_ids": IDS, "sampling_params": {"stop_token_ids": 5}}, "stop_token_ids must be a list"),
     ({"input_ids": IDS, "sampling_params": {"top_p": 3}}, "top_p must be"),

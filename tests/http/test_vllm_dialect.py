@@ -143,6 +143,16 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         },
         "smaller top_k",
     ),
+    (
+        "/inference/v1/generate",
+        {"token_ids": IDS, "sampling_params": {"temprature": 0.0}},
+        "did you mean 'temperature'",
+    ),
+    (
+        "/inference/v1/generate",
+        {"token_ids": IDS, "sampling_params": {"hidden_state": True}},
+        "hidden_state is not supported",
+    ),
     ("/collective_rpc", {"method": "execute_model"}, "'execute_model' is not served"),
     ("/collective_rpc", {"method": "sleep", "args": [2]}, "takes by name: level"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),

@@ -19,7 +19,7 @@ from rollout.server.http.finite import finite
 from rollout.server.http.openai.answers import TokenText, with_top
 from rollout.server.http.openai.side_channels import sglang_experts, sglang_mask
 from rollout.server.http.openai.types import RequestId
-from rollout.wire.spellings import near
+from rollout.wire.spellings import asks_by_zero, near
 
 NOT_NUMBERS = "its logits were not numbers; the server's log says why"
 MAX_NEW_TOKENS = 128  # where a request says nothing
@@ -37,6 +37,9 @@ _SAMPLING: Mapping[str, str | None] = {
     "no_stop_trim": "include_stop_str_in_output",
     "spaces_between_special_tokens": None,
 }  # fmt: skip
+_DEFAULTS = {
+    name: getattr(SamplingParams(), ours) for name, ours in _SAMPLING.items() if ours is not None
+}
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar",
              "structural_tag": "structural_tag"}  # fmt: skip
 ANY_JSON = "$$ANY$$"  # SGLang's schema for whatever is JSON
@@ -197,7 +200,7 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
         if key in _GRAMMARS:
             values |= _grammar(key, value) if value else {}
         elif key not in _SAMPLING:
-            if _asks(value):
+            if _asks(value) or asks_by_zero(key, value, _DEFAULTS):
                 known = [*_SAMPLING, *_GRAMMARS, *_NO_SAMPLING]
                 text = _refusal(key, known, _NO_SAMPLING)
                 raise InvalidRequest(f"sampling_params: {text}")

@@ -50,7 +50,12 @@ from rollout.server.http.openai.side_channels import (
     skyrl_experts,
     skyrl_support,
 )
-from rollout.server.http.openai.types import RequestId, StreamOptions, one_for_true
+from rollout.server.http.openai.types import (
+    UNSUPPORTED_VALUES,
+    RequestId,
+    StreamOptions,
+    one_for_true,
+)
 from rollout.server.http.responses import (
     EventStream,
     event,
@@ -61,11 +66,12 @@ from rollout.server.http.responses import (
     tokenizer_of,
     unless_disconnected,
 )
+from rollout.wire.spellings import asks_by_zero
 
 routes = Routes()
 Document = dict[str, Any]
 MAX_SUPPORT = 1 << 26  # ids that ``return_sample_support`` packs: four bytes each, and their text
-_KNOWN = frozenset(field.name for field in fields(SamplingParams))
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 # Of vLLM's sampling parameters: how its engine hands outputs over, which changes no token.
 _WITHOUT_EFFECT = frozenset(("output_kind", "skip_clone", "spaces_between_special_tokens"))
 
@@ -142,11 +148,15 @@ class GenerateBody(BaseModel):
             asked["return_sampling_mask"] = True
         for name, given in self.sampling_params.items():
             value = one_for_true(given) if name in ("logprobs", "prompt_logprobs") else given
-            if name in _KNOWN:
+            if name in _DEFAULTS:
                 asked |= {} if value is None and name != "max_tokens" else {name: value}
-            elif value and name not in _WITHOUT_EFFECT:
+            elif name not in _WITHOUT_EFFECT and (value or asks_by_zero(name, value, _DEFAULTS)):
                 asked[name] = value  # refused by name
-        return SamplingParams.from_dict(asked)
+        params = SamplingParams.from_dict(asked)
+        if params.hidden_state:
+            instead = UNSUPPORTED_VALUES["hidden_state"]
+            raise InvalidRequest(f"hidden_state is not supported; {instead}")
+        return params
 
 
 @routes.on("POST", "/inference/v1/generate", Access.GENERATION)

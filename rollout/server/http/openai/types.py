@@ -39,7 +39,7 @@ ACCEPTED = frozenset(
 )
 NEUTRAL: Mapping[str, Any] = {
     "modalities": ["text"], "use_beam_search": False, "do_sample": True, "echo": False,
-    "add_special_tokens": True,
+    "add_special_tokens": True, "prompt_temperature": 1.0,
     # SGLang's, which its router adds to each body.
     "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True,
 }  # fmt: skip
@@ -59,6 +59,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "moderation": "nothing is moderated here: leave it out",
     "context_management": "send what the model is to see",
     "return_hidden_states": "vectors of hidden states come from POST /v1/embeddings",
+    "prompt_temperature": "/inference/v1/generate has it among its sampling_params",
     "separate_reasoning": "it is separate where the server has a --reasoning-parser",
     "stream_reasoning": "it streams as it comes; stream=false brings all at once",
     "echo": "/v1/completions has it; return_token_ids brings a chat's prompt",
@@ -67,6 +68,8 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 # These, too, unless they are empty or false and so ask for nothing.
 UNSUPPORTED_VALUES: Mapping[str, str] = {
+    "hidden_state": UNSUPPORTED["return_hidden_states"],
+    "prompt_logprobs_start": UNSUPPORTED["prompt_temperature"],
     "stop_regex": "stop takes texts: use them, or stop_token_ids",
     "prompt_embeds": "send text or token ids",
     "repetition_detection": "use repetition_penalty, frequency_penalty or presence_penalty",
