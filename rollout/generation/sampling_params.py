@@ -147,6 +147,8 @@ _OF_TOKENS = (_tokens, _bias, _allowed)  # what these read has to be in the voca
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes | Mapping):  # its letters, bytes or keys are no entries
+        raise ValueError("be a list")
     try:
         return () if value is None else tuple(value)
     except TypeError:

@@ -298,3 +298,12 @@ def test_a_mask_over_the_vocabulary_is_not_taken_for_tokens(of) -> None:
     for name in ("allowed_token_ids", "stop_token_ids"):
         with pytest.raises(InvalidRequest, match=f"{name} must be integers"):
             SamplingParams.from_dict({name: of([False, True, True])})
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids"])
+def test_a_mapping_is_not_taken_for_a_list_of_its_keys(name: str) -> None:
+    keys = {"a": 1} if name in ("stop", "bad_words") else {3: 1.0}
+    with pytest.raises(InvalidRequest, match=f"{name} must be a list, got {{"):
+        SamplingParams.from_dict({name: keys})
+    with pytest.raises(InvalidRequest, match=f"{name} must be a list, got b'12'"):
+        SamplingParams.from_dict({name: b"12"})
