@@ -84,8 +84,11 @@ def prompt_from_proto(message: Any) -> AnyPrompt:
 
 
 def delivered_from_proto(message: Any) -> tuple[Completion, ...]:
-    """Of a prompt, or a conversation."""
-    return tuple(map(_completion_from_proto, message.delivered))
+    """Of a prompt, or a conversation; raises ``InvalidRequest``."""
+    try:
+        return tuple(map(_completion_from_proto, message.delivered))
+    except TransferFailed as error:
+        raise InvalidRequest(f"what was delivered of a request: {error}") from error
 
 
 def conversation_to_proto(
@@ -333,6 +336,8 @@ def _tops_to_proto(rows: Iterable[Mapping[int, float] | None]) -> list[Any]:
 
 
 def _top_from_proto(message: Any) -> dict[int, float]:
+    if len(message.token_ids) != len(message.logprobs):
+        raise TransferFailed("alternatives of a token whose ids and logprobs differ in number")
     return dict(zip(message.token_ids, message.logprobs, strict=True))
 
 

@@ -84,6 +84,25 @@ def test_a_prompt_of_no_kind_is_an_invalid_request():
         prompt_from_proto(pb.Prompt())
 
 
+UNREADABLE = [
+    (
+        pb.Completion(
+            logprobs=pb.Logprobs(has_top=True, top=[pb.TokenLogprobs(present=True, token_ids=[1])])
+        ),
+        "ids and logprobs differ",
+    ),
+    (pb.Completion(sampling_mask=pb.SamplingMask(counts=[3])), "counts are not those"),
+    (pb.Completion(routed_experts=pb.PackedArray(dtype="object")), "array of 'object'"),
+]
+
+
+@pytest.mark.parametrize(("delivered", "words"), UNREADABLE)
+def test_what_was_delivered_of_a_prompt_is_refused_where_it_cannot_be_read(delivered, words):
+    prompt = pb.Prompt(token_ids=pb.TokenIds(ids=[1]), delivered=[delivered])
+    with pytest.raises(InvalidRequest, match=f"delivered of a request: .*{words}"):
+        prompt_from_proto(prompt)
+
+
 @pytest.mark.parametrize("data", [b"{", b'{"role": 1}', b"[1]"])
 def test_messages_that_are_no_list_of_objects_are_refused(data):
     with pytest.raises(InvalidRequest, match="messages_json"):

@@ -7,7 +7,12 @@ import pytest
 from safetensors.torch import save_file
 
 from rollout import Rollout
-from rollout.errors import ConfigError, IncompleteUpdate, TransferFailed, WeightMismatch
+from rollout.errors import (
+    ConfigError,
+    IncompleteUpdate,
+    InvalidRequest,
+    WeightMismatch,
+)
 from rollout.rpc import rollout_pb2
 from rollout.rpc.connection import Connection
 from rollout.rpc.services import WeightSyncStub
@@ -155,11 +160,23 @@ def test_a_transport_or_two_sources_make_no_sense(rollout, roots, weights) -> No
 def test_options_on_the_wire_are_not_believed(reader, roots) -> None:
     connection = Connection(reader.address, None, None)
     path = str(roots[0] / "checkpoint-5")
-    for said in (b"{", b"[]", b'{"transport": "ipc"}', b'{"version": "7"}', b'{"timeout": true}'):
+    for said in (b"[]", b'{"transport": "ipc"}', b'{"version": "7"}', b'{"timeout": true}'):
         request = rollout_pb2.UpdateFromRequest(path=path, options_json=said)
-        with pytest.raises((ConfigError, TransferFailed)):
+        with pytest.raises(ConfigError):
             connection.ask(WeightSyncStub, "UpdateFrom", request, 10)
+    request = rollout_pb2.UpdateFromRequest(path=path, options_json=b"{")
+    with pytest.raises(InvalidRequest, match="options_json"):
+        connection.ask(WeightSyncStub, "UpdateFrom", request, 10)
     connection.close_sync()
+
+
+def test_a_foreign_client_may_leave_the_options_out(reader, roots) -> None:
+    version = reader.weight_version
+    connection = Connection(reader.address, None, None)
+    request = rollout_pb2.UpdateFromRequest(path=str(roots[0] / "checkpoint-5"))
+    connection.ask(WeightSyncStub, "UpdateFrom", request, 30)
+    connection.close_sync()
+    assert reader.weight_version == version + 1
 
 
 def test_an_engine_that_allows_no_directory_reads_none(client, roots) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from rollout.errors import EngineClosed, RolloutError, TransferFailed
+from rollout.errors import EngineClosed, InvalidRequest, RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.rpc.tls import ServerTls
@@ -94,7 +94,7 @@ class WeightSyncService:
 
     @answers
     async def UpdateFrom(self, request: Any) -> Any:  # noqa: N802
-        options = UpdateOptions.on_server(parsed(request.options_json))
+        options = UpdateOptions.on_server(_options(request.options_json))
         path, backend = request.path, self._rollout.backend
         receipt = await self._rollout.threads.run(lambda: backend.update_from(path, options))
         return document(receipt)
@@ -188,6 +188,14 @@ class WeightSyncService:
     def close(self) -> None:
         """The server stops: what waits for its client to come back is given up."""
         self._held.end()
+
+
+def _options(data: bytes) -> Any:
+    """What a client says of an update from a directory, which need not say anything."""
+    try:
+        return parsed(data or b"{}")
+    except TransferFailed as error:
+        raise InvalidRequest(f"options_json: {error}") from error
 
 
 async def _fed(relay: Relay, commands: AsyncIterator[Any]) -> None:
