@@ -34,6 +34,7 @@ class ServerTls:
     def credentials(self) -> Any:
         pair = (_read(self.key, "key"), _read(self.cert, "certificate"))
         authority = None if self.client_ca is None else _read(self.client_ca, "client authority")
+        self.context()  # says what is wrong with the files, which gRPC does not
         return grpc.ssl_server_credentials([pair], authority, authority is not None)
 
     def context(self) -> ssl.SSLContext:
@@ -41,7 +42,7 @@ class ServerTls:
         found = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         found.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            found.load_cert_chain(self.cert, self.key)
+            _load_pair(found, self.cert, self.key)
             if self.client_ca is not None:
                 found.load_verify_locations(self.client_ca)
                 found.verify_mode = ssl.CERT_REQUIRED
@@ -192,10 +193,20 @@ def client_context(tls: ClientTls | None, protocol: str) -> ssl.SSLContext:
     try:
         found.load_verify_locations(cadata=text)
         if tls.cert is not None:
-            found.load_cert_chain(tls.cert, tls.key)
+            _load_pair(found, tls.cert, tls.key)
     except OSError as error:  # ssl's errors are among them
         raise _unusable(error, tls.cert, tls.key) from None
     return found
+
+
+def _load_pair(context: ssl.SSLContext, cert: str, key: str | None) -> None:
+    def encrypted() -> str:  # else the terminal is asked, and waited for
+        raise ConfigError(
+            f"the TLS key {key} is encrypted, and no passphrase can be given here: write it "
+            "without one (openssl pkey -in KEY -out NEW)"
+        )
+
+    context.load_cert_chain(cert, key, encrypted)
 
 
 def _unusable(error: OSError, *paths: str | None) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -107,6 +108,20 @@ def test_what_cannot_be_read_is_a_mistake_by_name(made) -> None:
         ClientTls(ca="x", cert="y")
     with pytest.raises(ConfigError, match="certificate"):
         ServerTls(cert="absent", key=made("ours.key")).credentials()
+    with pytest.raises(ConfigError, match=r"TLS files cannot be used: .*key values mismatch"):
+        ServerTls(cert=made("ours.pem"), key=made("theirs.key")).credentials()
+
+
+def test_a_key_that_is_encrypted_is_refused_and_no_passphrase_asked_for(made, tmp_path, capfd):
+    key = str(tmp_path / "encrypted.key")
+    aes = ("-aes256", "-passout", "pass:secret", "-in", made("ours.key"), "-out", key)
+    subprocess.run(["openssl", "pkey", *aes], check=True, capture_output=True, timeout=30)
+    pair = {"cert": made("ours.pem"), "key": key}
+    with pytest.raises(ConfigError, match=r"encrypted\.key is encrypted"):
+        ServerTls(**pair).credentials()
+    with pytest.raises(ConfigError, match=r"encrypted\.key is encrypted"):
+        client_context(ClientTls(ca=made("ours-ca.pem"), **pair), "h2")
+    assert "pass phrase" not in capfd.readouterr().err
 
 
 def test_an_authority_may_come_with_comments_and_is_sent_without(made, tmp_path) -> None:
