@@ -153,6 +153,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"token_ids": IDS, "sampling_params": {"hidden_state": True}},
         "hidden_state is not supported",
     ),
+    (
+        "/inference/v1/generate",
+        {"token_ids": IDS, "sampling_params": {"prompt_logprobs": 0}, "stream": True},
+        "prompt_logprobs are not available",
+    ),
     ("/collective_rpc", {"method": "execute_model"}, "'execute_model' is not served"),
     ("/collective_rpc", {"method": "sleep", "args": [2]}, "takes by name: level"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),

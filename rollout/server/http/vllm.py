@@ -156,6 +156,8 @@ class GenerateBody(BaseModel):
         if params.hidden_state:
             instead = UNSUPPORTED_VALUES["hidden_state"]
             raise InvalidRequest(f"hidden_state is not supported; {instead}")
+        if self.stream and params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are not available when stream=True")
         return params
 
 
