@@ -92,6 +92,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
         },
         "defs of its parameters must be an object",
     ),
+    (
+        {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        "a response has no logprobs",
+    ),
+    ({"input": "a", "logprobs": True}, "a response has no logprobs"),
+    ({"input": "a", "top_logprobs": 2}, "a response has no top_logprobs"),
+    ({"input": "a", "prompt_logprobs": 0}, "a response has no prompt_logprobs"),
+    ({"input": "a", "return_token_ids": True}, "a response has no token_ids"),
+    ({"input": "a", "return_sampling_mask": True}, "a response has no sampling_mask"),
 ]
 
 

@@ -245,8 +245,6 @@ async def responses(rollout: Engine, body: dict[str, Any], request: Request) -> 
     asked = chat_of(body)
     if asked.n != 1:
         raise InvalidRequest("a response is one sample: n must be 1")
-    if asked.prompt_logprobs is not None:
-        raise InvalidRequest("a response has no prompt_logprobs: /v1/chat/completions has them")
     reader, params = _read_by(rollout, asked, request)
     model, params = await sampled_by(rollout, asked.model, params)
     made = ResponseAnswer(body, model, reader)

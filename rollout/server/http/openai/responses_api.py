@@ -22,6 +22,12 @@ from rollout.server.http.openai.response_items import Event, ResponseItems
 
 _RENAMED = {"max_output_tokens": "max_tokens"}
 _OWN = frozenset(("input", "instructions", "text", "tools", "reasoning", "include", "truncation"))
+# What a chat's answer has beside its message, and a response has no place for.
+_OF_CHATS = (
+    *("prompt_logprobs", "logprobs", "top_logprobs", "return_token_ids"),
+    *("return_sampling_mask", "return_routed_experts"),
+)
+_LOGPROBS = "message.output_text.logprobs"  # of ``include``: OpenAI's word for them
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 
 
@@ -41,13 +47,24 @@ def chat_of(body: Mapping[str, Any]) -> ChatBody:
         made["response_format"] = {"type": "json_schema", "json_schema": form} if named else form
     if effort := _object("reasoning", given.get("reasoning")).get("effort"):
         made["reasoning_effort"] = effort
+    include = given.get("include", ())
+    if isinstance(include, list) and _LOGPROBS in include:
+        raise _absent("logprobs")
     try:
-        return ChatBody.model_validate(made)
+        chat = ChatBody.model_validate(made)
     except ValidationError as error:
         row = error.errors()[0]
         where = ".".join(map(str, row["loc"]))
         message = str(row["msg"]).removeprefix("Value error, ")
         raise InvalidRequest(f"{where}: {message}" if where else message) from error
+    for name in _OF_CHATS:
+        if getattr(chat, name) != ChatBody.model_fields[name].default:
+            raise _absent(name.removeprefix("return_"))
+    return chat
+
+
+def _absent(name: str) -> InvalidRequest:
+    return InvalidRequest(f"a response has no {name}: /v1/chat/completions has them")
 
 
 class ResponseAnswer:
