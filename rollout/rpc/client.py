@@ -280,6 +280,8 @@ class RolloutClient:
         await self._call(ControlStub, "Sleep", request, 2 * timeout if mode == "wait" else timeout)
 
     async def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
+        if tags is not None and not tags:
+            return  # over the wire no tags are both
         request = pb.WakeUpRequest(tags=tags or (), timeout=timeout)
         await self._call(ControlStub, "WakeUp", request, timeout)
 

@@ -315,6 +315,8 @@ def test_pause_sleep_and_wake_are_obeyed(face):
     face.sleep(1)
     with pytest.raises(EngineClosed, match="asleep"):
         face.generate([1], GREEDY)
+    face.wake_up([])
+    assert face.metrics().state == "asleep", "nothing was to be woken"
     face.wake_up()
     face.reset_prefix_cache()
     assert face.generate([1], GREEDY)[0].finished
