@@ -130,6 +130,8 @@ def _encoded(value: Any) -> Any:
         return dtype_name(value)
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, float):  # of a subclass, such as numpy.float64
+        return float(value)
     raise TypeError(f"{type(value).__name__} does not travel")
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from api.conftest import ENGINE
@@ -45,6 +46,15 @@ def test_an_update_over_grpc_is_live_and_proven(client, engine, other_weights, c
     [out] = client.generate([1, 2, 3], GREEDY)
     assert out.epoch == receipt.epoch
     assert [span.version for span in out.outputs[0].weight_versions] == [receipt.version]
+
+
+def test_seconds_may_be_numpys(client, engine, other_weights):
+    seconds = np.float64(30)  # a float, of a class of its own
+    for rollout in (client, engine):
+        receipt = rollout.update_weights(
+            other_weights, timeout=seconds, max_stall=seconds, in_flight="pin", pin_timeout=seconds
+        )
+        assert rollout.weight_version == receipt.version
 
 
 def test_rollback_and_preflight_over_grpc(client, other_weights, changed):
