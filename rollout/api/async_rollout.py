@@ -172,7 +172,7 @@ class AsyncRollout(GenerationVerbs):
         and ``DeadlineExceeded`` is raised.
         """
         await self.start()
-        if not isinstance(mode, str):
+        if not isinstance(mode, str) or not mode:
             raise InvalidRequest(f"pause mode must be a text, such as 'keep', got {mode!r:.80}")
         await self.backend.pause(mode, check_timeout(timeout))
 
@@ -192,7 +192,7 @@ class AsyncRollout(GenerationVerbs):
         do not in ``timeout`` seconds), "abort" ends them (``finish_reason`` "abort").
         """
         await self.start()
-        if not isinstance(mode, str):
+        if not isinstance(mode, str) or not mode:
             raise InvalidRequest(f"sleep mode must be a text, such as 'keep', got {mode!r:.80}")
         if type(level) is not int or level not in (1, 2):
             raise InvalidRequest(f"sleep level must be 1 or 2, got {level!r:.80}")
@@ -210,6 +210,10 @@ class AsyncRollout(GenerationVerbs):
         runs computes its KV again, too; whether generation is paused stays as it is.
         """
         await self.start()
+        if not isinstance(reset_running_requests, bool):
+            raise InvalidRequest(
+                f"reset_running_requests must be True or False, got {reset_running_requests!r:.80}"
+            )
         await self.backend.reset_prefix_cache(reset_running_requests)
 
     async def metrics(self) -> EngineStats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -176,7 +176,8 @@ class RolloutClient:
         options: ChatOptions | None = None,
     ) -> list[int]:
         if isinstance(prompt, str):
-            request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
+            with _on_the_wire("the prompt"):
+                request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
         else:
             request = pb.TokenizeRequest(
                 messages_json=messages_to_json(prompt),
@@ -195,7 +196,8 @@ class RolloutClient:
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Abort these requests, or all; returns how many were running or waiting."""
-        request = pb.AbortRequest(request_ids=request_ids or (), all=request_ids is None)
+        with _on_the_wire("a request id"):
+            request = pb.AbortRequest(request_ids=request_ids or (), all=request_ids is None)
         return int((await self._call(GenerationStub, "Abort", request)).count)
 
     def end_calls(self, error: EngineError) -> None:
@@ -346,9 +348,9 @@ class RolloutClient:
 
     def update_from(self, path: str, options: Any) -> UpdateReceipt:
         """``options``: ``UpdateOptions``. The server goes on by itself where this call is lost."""
-        request = pb.UpdateFromRequest(
-            path=path, options_json=json.dumps(options.to_server()).encode()
-        )
+        said = json.dumps(options.to_server()).encode()
+        with _on_the_wire("server_path"):
+            request = pb.UpdateFromRequest(path=path, options_json=said)
         limit = max(MAX_READ, 10 * options.timeout)  # each wait there has its own
         reply = self._ask("UpdateFrom", request, limit)
         receipt = from_json(UpdateReceipt, reply.json)
@@ -547,6 +549,15 @@ class RolloutClient:
     ) -> Any:
         limit = self.timeout if timeout is None else timeout + 1  # the server's own limit first
         return await self._connection.call(stub, method, request, limit)
+
+
+@contextmanager
+def _on_the_wire(what: str) -> Iterator[None]:
+    """Half of a surrogate pair, as Python has of a file's name that is no UTF-8, has no form."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{what} is not Unicode text: {error}") from error
 
 
 def _routed(fleet: int, beginnings: Sequence[bytes]) -> Any:

@@ -76,6 +76,15 @@ def test_text_is_tokenised_where_the_model_is(face):
     assert out.prompt == "The quick brown"
     assert out.prompt_token_ids == face.tokenize("The quick brown")
     assert isinstance(out.outputs[0].text, str)
+    with pytest.raises(InvalidRequest, match="the prompt is not Unicode text"):
+        face.tokenize("half a \ud800 pair")
+
+
+def test_what_has_no_form_on_the_wire_is_named(client):
+    with pytest.raises(InvalidRequest, match="a request id is not Unicode text"):
+        client.abort("\ud800")
+    with pytest.raises(InvalidRequest, match="server_path is not Unicode text"):
+        client.update_weights(server_path="\udcff")
 
 
 def begun(face, params):
@@ -328,6 +337,11 @@ def test_pause_sleep_and_wake_are_obeyed(face):
     assert face.generate([1], GREEDY)[0].finished
     with pytest.raises(InvalidRequest, match="keep, recompute, wait, abort"):
         face.pause_generation("maybe")
+    for verb in (face.pause_generation, lambda mode: face.sleep(mode=mode)):
+        with pytest.raises(InvalidRequest, match="mode must be a text, such as 'keep', got ''"):
+            verb("")
+    with pytest.raises(InvalidRequest, match="reset_running_requests must be True or False"):
+        face.reset_prefix_cache("no")
 
 
 def test_what_runs_at_a_sleep_ends_as_its_mode_says(face, engine):
