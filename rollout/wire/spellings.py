@@ -10,18 +10,21 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isfunction, signature
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 Namer = Callable[[str], str]  # how one of our settings is written where a text is shown
 _ALIKE = 0.75  # of difflib: less is another word, and a suggestion that misleads
+_LONGEST = 100  # characters of a name that is looked at: what it takes grows with them
 _BEGINS = 5  # letters that are enough to know a name by its beginning
 
 
 def near(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
     """The one of ``known`` that ``name`` is a misspelling or the beginning of; None: of none."""
+    if len(name) > _LONGEST:
+        return None
     plain = {one.lstrip("-").replace("-", "_").lower(): one for one in known}
     word = name.lstrip("-").replace("-", "_").lower()
     if found := difflib.get_close_matches(word, plain, 1, alike):
@@ -30,11 +33,14 @@ def near(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
     return plain[min(begun, key=len)] if begun else None
 
 
+_nearest = lru_cache(maxsize=1024)(near)  # requests repeat their names
+
+
 def asks_by_zero(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
     """Whether ``value`` is a 0 that says something, by the default of what ``name`` is near to."""
     if value != 0 or not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    meant = near(name, defaults)
+    meant = _nearest(name, tuple(defaults))
     return meant is not None and defaults[meant] != 0
 
 

@@ -181,6 +181,19 @@ def test_what_would_change_an_answer_is_refused(
         assert http.post(path, json={**body, name: nothing}).status_code == 200
 
 
+def test_a_body_of_countless_fields_is_refused_unread(http: httpx.Client) -> None:
+    many = {f"unknown{number}": 0 for number in range(2000)}
+    for path, body in (
+        ("/v1/completions", {**OK, **many}),
+        ("/v1/chat/completions", {**SAID, **many}),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": many}),
+        ("/generate", {"input_ids": [5], "sampling_params": many}),
+    ):
+        reply = http.post(path, json=body)
+        assert reply.status_code == 400, reply.text
+        assert "at most 1024" in reply.json()["error"]["message"]
+
+
 def test_a_prompt_may_do_without_special_tokens(http: httpx.Client) -> None:
     for special in (True, False):
         asked = {"prompt": "Hello", "add_special_tokens": special}

@@ -1,6 +1,7 @@
 """Settings refuse what they do not know, and say what was probably meant."""
 
 import re
+import tracemalloc
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rollout import Rollout
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import Logprobs, SamplingParams
-from rollout.wire.spellings import EMBEDDED, SAMPLING
+from rollout.wire.spellings import EMBEDDED, SAMPLING, near
 
 
 def test_an_unknown_engine_setting_names_the_nearest_known_one() -> None:
@@ -222,3 +223,15 @@ def test_off_values_of_other_engines_mean_off() -> None:
 def test_a_path_is_a_model_and_a_tokenizer() -> None:
     config = EngineConfig(model=Path("a/b"), tokenizer=Path("c"))  # type: ignore[arg-type]
     assert (config.model, config.tokenizer) == ("a/b", "c")
+
+
+def test_a_name_as_long_as_a_book_is_no_misspelling_and_costs_nothing() -> None:
+    name = "temperature" * 100_000
+    tracemalloc.start()
+    try:
+        found = near(name, ["temperature", "top_p"])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found is None
+    assert peak < 1 << 16

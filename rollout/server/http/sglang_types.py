@@ -18,7 +18,7 @@ from rollout.generation import NAN_LOGITS, Completion, PromptInput, RequestOutpu
 from rollout.server.http.finite import finite
 from rollout.server.http.openai.answers import TokenText, with_top
 from rollout.server.http.openai.side_channels import sglang_experts, sglang_mask
-from rollout.server.http.openai.types import RequestId
+from rollout.server.http.openai.types import MAX_FIELDS, RequestId
 from rollout.wire.spellings import asks_by_zero, near
 
 NOT_NUMBERS = "its logits were not numbers; the server's log says why"
@@ -195,6 +195,8 @@ def _ask(
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    if len(given) > MAX_FIELDS:
+        raise InvalidRequest(f"sampling_params has {len(given)} fields; at most {MAX_FIELDS}")
     values: dict[str, Any] = {"max_tokens": MAX_NEW_TOKENS}
     for key, value in given.items():
         if key in _GRAMMARS:

@@ -51,6 +51,7 @@ from rollout.server.http.openai.side_channels import (
     skyrl_support,
 )
 from rollout.server.http.openai.types import (
+    MAX_FIELDS,
     UNSUPPORTED_VALUES,
     RequestId,
     StreamOptions,
@@ -110,7 +111,7 @@ class GenerateBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
-    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    sampling_params: dict[str, Any] = Field(default_factory=dict, max_length=MAX_FIELDS)
     model: str | None = None
     request_id: RequestId | None = None
     return_token_ids: bool = False

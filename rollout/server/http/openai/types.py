@@ -27,6 +27,7 @@ TokenId = Annotated[int, Field(ge=0)]
 RequestId = Annotated[str, Field(max_length=1024)]  # with a bound, no half of a surrogate pair
 Prompt = str | list[TokenId]
 Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
+MAX_FIELDS = 1024  # of a body: the name of each that is unknown is compared with all known ones
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
@@ -144,6 +145,8 @@ class OpenAIBody(BaseModel):
         """Only known fields; an explicit null means the default."""
         if not isinstance(values, dict):
             return values
+        if len(values) > MAX_FIELDS:
+            raise ValueError(f"the body has {len(values)} fields; at most {MAX_FIELDS} are read")
         known = list(cls.model_fields)
         names = {key: new for key, new in RENAMED.items() if new in known}
         given = {names.get(key, key): v for key, v in values.items() if v is not None}
