@@ -57,6 +57,18 @@ def test_a_foreign_client_gets_a_status_for_an_empty_prompt_message(engine):
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_parameters_that_are_too_many_are_counted_and_not_read(engine):
+    unread = [pb.SamplingParams(json=b"{")] * 3
+    with grpc.insecure_channel(engine.address) as channel:
+        call = GenerationStub(channel).Generate(
+            GenerateRequest(prompts=[{"text": "a"}], params=unread), timeout=5
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith("3 sampling parameters for 1 prompts")
+
+
 def test_a_foreign_client_may_leave_ids_and_parameters_out(engine):
     with grpc.insecure_channel(engine.address) as channel:
         prompts = [{"token_ids": {"ids": [1]}}, {"token_ids": {"ids": [2]}}]

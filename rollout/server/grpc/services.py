@@ -211,7 +211,9 @@ def seconds(request: Any) -> float:
 def _params(messages: Sequence[Any], count: int) -> list[SamplingParams] | SamplingParams | None:
     if not messages:
         return None
+    if len(messages) not in (1, count):  # before any is read, which takes 20 us
+        raise InvalidRequest(
+            f"{len(messages)} sampling parameters for {count} prompts: give 1 or each"
+        )
     many = [params_from_proto(message) for message in messages]
-    if len(many) not in (1, count):
-        raise InvalidRequest(f"{len(many)} sampling parameters for {count} prompts: give 1 or each")
     return many[0] if len(many) == 1 else many
