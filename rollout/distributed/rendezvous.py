@@ -15,9 +15,11 @@ knocks again until its deadline.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -186,13 +188,17 @@ def enter(
         if left <= 0:
             raise DeadlineExceeded(f"rank {rank} was not let in at {host}:{port} in time")
         try:
-            sock = socket.create_connection((host, port), min(left, _PATIENCE))
+            sock = _connected(host, port, min(left, _PATIENCE), given_up)
         except TimeoutError:
             continue
-        except OSError as error:
+        except ConnectionRefusedError as error:
             raise TransferFailed(
                 f"rank {rank}: nobody listens at {host}:{port}; the peer that announced it is "
                 f"gone ({error})"
+            ) from error
+        except OSError as error:
+            raise TransferFailed(
+                f"rank {rank} does not reach {host}:{port}, which its peer announced: {error}"
             ) from error
         try:
             if _introduced(sock, secret.encode(), rank.to_bytes(_RANK, "big")):
@@ -205,6 +211,28 @@ def enter(
             raise
         sock.close()
         time.sleep(min(_AGAIN, max(0.0, deadline - time.monotonic())))
+
+
+def _connected(host: str, port: int, timeout: float, given_up: Callable[[], bool]) -> socket.socket:
+    """``TimeoutError`` where nothing answers in ``timeout`` seconds, or it was ``given_up``."""
+    sock = socket.socket(_family(host), socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        until, error = time.monotonic() + timeout, sock.connect_ex((host, port))
+        if error == errno.EINPROGRESS:
+            with selectors.DefaultSelector() as ready:
+                ready.register(sock, selectors.EVENT_WRITE)
+                while not ready.select(_LOOK):
+                    if given_up() or time.monotonic() > until:
+                        raise TimeoutError
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        sock.settimeout(timeout)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _introduced(sock: socket.socket, secret: bytes, rank: bytes) -> bool:
@@ -309,9 +337,15 @@ class Board:
     ``TransferFailed`` when the server is gone, ``DeadlineExceeded`` from ``get``.
     """
 
-    def __init__(self, where: Rendezvous, rank: int, deadline: float) -> None:
+    def __init__(
+        self,
+        where: Rendezvous,
+        rank: int,
+        deadline: float,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._where = where
-        self._sock = enter(where.host, where.port, where.secret, rank, deadline)
+        self._sock = enter(where.host, where.port, where.secret, rank, deadline, given_up)
         self._half = b""
         self._read: dict[str, bytes] = {}
 

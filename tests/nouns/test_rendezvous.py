@@ -159,6 +159,25 @@ def test_whoever_took_the_port_of_a_door_learns_nothing_and_is_not_believed() ->
     assert b"the secret" not in heard[0]
 
 
+def test_a_member_that_is_told_to_leave_knocks_no_more_where_nothing_answers() -> None:
+    """As behind a firewall that drops what comes: the door of a full queue does not answer."""
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        host, port = silent.getsockname()
+        for _ in range(3):
+            guest = stack.enter_context(socket.socket())
+            guest.setblocking(False)
+            guest.connect_ex((host, port))
+        links = Links(Rendezvous(host, port, "0" * 32, 2, "tcp"), 1, 1)
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(links.connect, 30.0)
+            with pytest.raises(TimeoutError):
+                joined.result(1.0)
+            links.close()
+            with pytest.raises(TransferFailed, match="aborted while the links formed"):
+                joined.result(3.0)
+
+
 def test_what_a_member_wrote_is_gone_with_it() -> None:
     server = RendezvousServer(3, "tcp")
     later = time.monotonic() + 30

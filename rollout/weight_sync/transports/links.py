@@ -60,7 +60,9 @@ class Links:
                 where = self._where
                 raise DeadlineExceeded(
                     f"rank {self._rank} of {where.size} at {where.host}:{where.port}: the group "
-                    f"did not form within {timeout:g} s; are all members up?"
+                    f"did not form within {timeout:g} s; are all members up, and may the engine's "
+                    "ranks connect to the trainer's (any port)? transport='grpc_stream' needs the "
+                    "engine's port alone"
                 ) from error
 
     def post(self, index: int, peer: int, payload: Tensor) -> None:
@@ -147,7 +149,7 @@ class Links:
         where = self._where
         missing = set(range(self._senders, where.size))
         with (
-            closing(Board(where, self._rank, deadline)) as board,
+            closing(Board(where, self._rank, deadline, self._is_closed)) as board,
             closing(Door(local_address(where.host), where.secret)) as door,
         ):
             board.write(f"link/{self._rank}", json.dumps([door.host, door.port]).encode())
@@ -163,17 +165,19 @@ class Links:
 
     def _knock(self, deadline: float) -> None:
         missing = {f"link/{sender}": sender for sender in range(self._senders)}
-        with closing(Board(self._where, self._rank, deadline)) as board:
+        with closing(Board(self._where, self._rank, deadline, self._is_closed)) as board:
             while missing:
                 self._check(deadline)
                 written = board.look(_LOOK)
                 for key in set(missing) & set(written):
                     host, port = json.loads(written[key])
                     sender = missing.pop(key)
-                    sock = enter(
-                        host, port, self._where.secret, self._rank, deadline, lambda: self._closed
-                    )
+                    secret = self._where.secret
+                    sock = enter(host, port, secret, self._rank, deadline, self._is_closed)
                     self._links[sender] = _Link(sock, sender)
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def _check(self, deadline: float) -> None:
         if self._closed:
