@@ -1,8 +1,10 @@
 """The transport through one port: a cut connection costs a bucket, a lost client a grace."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +25,7 @@ from rollout.rpc.status import CHUNK
 from rollout.server.grpc.updates import AHEAD, ANSWERS, HeldUpdates, UpdateStream
 from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, UpdateRequest
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.trainer.shard_layout import PlanCache
 from rollout.weight_sync.transports.host import SHARED_MEMORY
 from rollout.weight_sync.transports.inline import GrpcStream
 from rollout.weight_sync.transports.shared_memory import IpcSender
@@ -395,6 +398,55 @@ def test_auto_takes_the_stream_where_no_group_can_form(engine, other_weights):
     )
     assert receipt.transport == "grpc_stream"
     assert receipt.details["transport_reason"].startswith("no ipc: the engine is on another host")
+    client.close()
+
+
+class Walled(Far):
+    """As ``Far``, behind a firewall that drops what the engine's ranks send."""
+
+    local_address = "127.0.0.1"
+
+    def __init__(self, client, silent):
+        super().__init__(client)
+        self._port = silent.getsockname()[1]
+        self.open = self._open
+
+    def _open(self):
+        channel = self._client.open()
+        begin = channel.begin
+
+        def elsewhere(request):
+            if request.transport == "broadcast":
+                where = {**request.offer["rendezvous"], "port": self._port}
+                request = replace(request, offer={"rendezvous": where})
+            return begin(request)
+
+        channel.begin = elsewhere
+        return channel
+
+
+def test_auto_waits_once_for_a_group_that_a_firewall_keeps_apart(engine, other_weights, caplog):
+    client, plans, took = RolloutClient(engine.address), PlanCache(), []
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):  # the queue is full, and who comes now gets no answer
+            guest = stack.enter_context(socket.socket())
+            guest.setblocking(False)
+            guest.connect_ex(silent.getsockname())
+        for _ in range(2):
+            started = time.monotonic()
+            receipt = publish(
+                other_weights, connect=lambda: Walled(client, silent), plans=plans,
+                options=UpdateOptions(timeout=4.0),
+            )  # fmt: skip
+            took.append(time.monotonic() - started)
+            assert receipt.transport == "grpc_stream"
+    assert took[1] < 4 <= took[0]
+    assert receipt.details["transport_reason"].endswith("; no broadcast: not there lately")
+    told = [record.getMessage() for record in caplog.records if "did not connect" in record.msg]
+    assert len(told) == 1
+    assert "for 600 s not by broadcast" in told[0]
+    assert "transport='grpc_stream' needs the engine's port alone" in told[0]
     client.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +43,9 @@ from rollout.weight_sync.transports.base import Opening, Sender, Transport
 from rollout.weights import CASTABLE, TensorMeta
 from rollout.wire.codec import to_plain
 from rollout.wire.version import PROTOCOL
+
+log = logging.getLogger(__name__)
+_TRY_AGAIN = 600.0  # seconds until "auto" takes a way again whose deadline has passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,9 +220,10 @@ class Opener:
         # Changes are spread over the trainer's ranks by themselves.
         boxes = encoding.name == "full" or by_boxes(self.options.transport, self.info)
         left = list(ways(self.options.transport, self.info, self.layout if boxes else None))
+        left, late = self._without_late(left), {}
         while True:
             try:
-                return self._try(left[0], encoding, metadata, source)
+                session = self._try(left[0], encoding, metadata, source)
             except (VersionConflict, EngineBroken) as error:
                 if encoding.name == "full":
                     raise
@@ -225,8 +231,29 @@ class Opener:
             except (TransferFailed, ConfigError, DeadlineExceeded) as error:
                 if len(left) == 1:
                     raise
-                del left[0]
+                tried = left.pop(0).transport.name
                 left[0] = Way(left[0].transport, f"{left[0].reason}: {error}")
+                if isinstance(error, DeadlineExceeded):
+                    late[tried] = error
+            else:
+                self._pass_over(late, session)
+                return session
+
+    def _pass_over(self, late: Mapping[str, Exception], session: UpdateSession) -> None:
+        """Have no update wait soon for a way that was not there, as behind a firewall."""
+        for tried, error in late.items():
+            self.plans.late[tried] = time.monotonic() + _TRY_AGAIN
+            log.warning(
+                "updates go by %s, and for %g s not by %s, which did not connect: %s",
+                session.way.transport.name, _TRY_AGAIN, tried, error,
+            )  # fmt: skip
+
+    def _without_late(self, left: list[Way]) -> list[Way]:
+        """Without those that did not connect lately; the last one is never left out."""
+        while len(left) > 1 and time.monotonic() < self.plans.late.get(left[0].transport.name, 0.0):
+            tried = left.pop(0).transport.name
+            left[0] = Way(left[0].transport, f"{left[0].reason}; no {tried}: not there lately")
+        return left
 
     def _try(
         self,

@@ -88,6 +88,7 @@ class PlanCache:
         self._found: ShardLayout | None = None
         self._planned: tuple[Any, tuple[BucketHeader, ...]] | None = None
         self.num_planned = 0
+        self.late: dict[str, float] = {}  # transports that "auto" passes over, and until when
         self.told_alone = False  # whether it has been said that every rank makes its own version
 
     def found(self, digest: str) -> ShardLayout | None:
