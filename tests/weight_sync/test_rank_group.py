@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
+from free_ports import free_port
 
+from rollout.distributed import local_address
 from rollout.errors import TransferFailed
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.star import Star
@@ -54,3 +58,36 @@ def test_who_left_is_named_wherever_in_a_frame_it_left(sent: int) -> None:
     far.close()
     with near, pytest.raises(TransferFailed, match="trainer rank 7 is gone, at 'digests'"):
         Star((5, 7), {1: near}).receive(1, 10, "digests")
+
+
+RANK = """
+import sys
+import torch.distributed as dist
+from rollout.weight_sync.trainer.rank_group import RankGroup
+
+rank, host, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+store = dist.TCPStore(host, port, 2, is_master=rank == 0, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+group = RankGroup.over([0, 1], 20)
+print(group.exchange({"address": group.address}, 20))
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_meet_where_the_name_of_the_first_host_means_loopback_there() -> None:
+    """As of Debian's 127.0.1.1: the job's store is at that name, which others have right."""
+    try:
+        away = local_address("203.0.113.7")
+    except TransferFailed:
+        pytest.skip("this machine has no address but loopback")
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), host, port],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, host in enumerate(("127.0.1.1", away))
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    expected = [{"address": away}, {"address": away}]
+    assert all(text.endswith(f"{expected}\n") for text in said), said

@@ -49,7 +49,7 @@ from rollout.generation import (
 from rollout.rpc.convert import Messages
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
-from rollout.weight_sync.trainer.rank_rendezvous import job_address, meet
+from rollout.weight_sync.trainer.rank_rendezvous import meet, met_at
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.host import host_id
 
@@ -363,8 +363,8 @@ class ColocatedRollout:
             return None
         ours, theirs = socket.socketpair()
         self._host = RankHost(theirs, device)
-        links = {0: ours, **links}
-        return ExternalExecutor(self.config, links, host=job_address(), one_host=one_host)
+        host, links = met_at(links.values()), {0: ours, **links}
+        return ExternalExecutor(self.config, links, host=host, one_host=one_host)
 
     def _outputs(
         self, verb: str, said: Any, act: Callable[[], list[RequestOutput]], timeout: float

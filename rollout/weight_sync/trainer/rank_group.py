@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout import errors
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError, SourceFailed, TransferFailed, some
-from rollout.weight_sync.trainer.rank_rendezvous import meet
+from rollout.weight_sync.trainer.rank_rendezvous import meet, met_at
 from rollout.weight_sync.trainer.star import Star
 
 T = TypeVar("T")
@@ -50,6 +50,11 @@ class RankGroup:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def address(self) -> str:
+        """The address of this machine that members on other hosts reach; loopback if none are."""
+        return met_at(self._star.links.values())
 
     @property
     def is_closed(self) -> bool:

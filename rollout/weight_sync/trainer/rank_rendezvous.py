@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import json
 import secrets
+import selectors
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import torch.distributed as dist
 
 from rollout import errors
-from rollout.distributed import LOOPBACK
+from rollout.distributed import LOOPBACK, host_port, local_address
 from rollout.errors import DeadlineExceeded, TransferFailed, some
 
+_REACH = (
+    "hosts of one job reach each other at any port, and its MASTER_ADDR is an address that all of "
+    "them reach"
+)
 _HELLO = 8 + 1 + 32  # bytes: the member's index, a blank, the secret
 
 
 def meet(me: int, ranks: tuple[int, ...], timeout: float) -> dict[int, socket.socket]:
     """Form the star through the job's store; the links by member index.
 
-    Each peer leaves a fresh nonce under its own key, the centre takes it away and answers that
-    nonce with an address and a secret, or with who is missing. So neither a rank that skipped or
-    gave up an update nor one left over from a failed one can make later meetings miss each other.
+    Each peer leaves a fresh nonce and its address under its own key, the centre takes them away
+    and answers that nonce with an address and a secret, or with who is missing. So neither a rank
+    that skipped or gave up an update nor one left over from a failed one can make later meetings
+    miss each other.
     """
     deadline = time.monotonic() + timeout
     store = dist.distributed_c10d._get_default_store()
-    host = job_address()
+    here = _job_address()
     prefix = "rollout/agree/" + ",".join(map(str, ranks))
     # A clone, so that a wait here does not hold the connection the job itself uses.
     mine = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
     try:
         if me:  # the centre, which knows who is missing, speaks first
-            return {0: _join(mine, me, ranks, deadline + min(1.0, timeout / 4))}
-        return _gather_peers(mine, host, ranks, deadline)
+            return {0: _join(mine, me, here, ranks, deadline + min(1.0, timeout / 4))}
+        return _gather_peers(mine, here, ranks, deadline)
     except errors.RolloutError:
         raise  # DeadlineExceeded is an OSError, too
     except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
@@ -45,63 +53,93 @@ def meet(me: int, ranks: tuple[int, ...], timeout: float) -> dict[int, socket.so
 
 
 def _gather_peers(
-    store: Any, host: str, ranks: tuple[int, ...], deadline: float
+    store: Any, here: str, ranks: tuple[int, ...], deadline: float
 ) -> dict[int, socket.socket]:
     links: dict[int, socket.socket] = {}
     secret = secrets.token_hex(16)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((host, 0))
-            listener.listen(len(ranks) + 8)
-            address = {"host": host, "port": listener.getsockname()[1], "secret": secret}
-            for nonce in _nonces(store, ranks, deadline):
-                store.set(f"answer/{nonce}", json.dumps(address))
+    with ExitStack() as listening:
+        doors: dict[str, socket.socket] = {}  # by the address of ours that a peer reaches
+        try:
+            for nonce, there in _hellos(store, ranks, deadline):
+                host = _reached_from(there, here)
+                if host not in doors:
+                    doors[host] = listening.enter_context(_listener(host, len(ranks)))
+                port = doors[host].getsockname()[1]
+                store.set(
+                    f"answer/{nonce}", json.dumps({"host": host, "port": port, "secret": secret})
+                )
             while len(links) < len(ranks) - 1:
-                _accept(listener, secret, links, ranks, deadline)
-    except BaseException:
-        for link in links.values():
-            link.close()
-        raise
+                _accept(doors, secret, links, ranks, deadline)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
     return links
 
 
-def _nonces(store: Any, ranks: tuple[int, ...], deadline: float) -> list[str]:
-    """Of all peers; where some do not come, those that have are told which."""
+def _listener(host: str, size: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(size + 8)
+        listener.setblocking(False)
+        return listener
+    except BaseException:
+        listener.close()
+        raise
+
+
+def _reached_from(there: str, here: str) -> str:
+    """The address of this machine for a peer at ``there``. The name of the store's host may mean
+    loopback ``here`` (Debian's 127.0.1.1) and its real address on other hosts.
+    """
+    away = ip_address(here).is_loopback and not ip_address(there).is_loopback
+    return local_address(there) if away else here
+
+
+def _hellos(store: Any, ranks: tuple[int, ...], deadline: float) -> list[tuple[str, str]]:
+    """Nonces and addresses of all peers; where some do not come, those that have hear which."""
     found: dict[int, str | None] = {}
     for index in range(1, len(ranks)):
         there = None not in found.values() or store.check([f"hello/{index}"])
         found[index] = _take(store, f"hello/{index}", deadline) if there else None
-    come = [nonce for nonce in found.values() if nonce is not None]
-    missing = [str(ranks[index]) for index, nonce in found.items() if nonce is None]
+    parts = (said.partition(" ") for said in found.values() if said is not None)
+    come = [(nonce, address) for nonce, _, address in parts]
+    missing = [str(ranks[index]) for index, said in found.items() if said is None]
     if not missing:
         return come
     error = DeadlineExceeded(
         f"trainer rank {some(missing)} did not come to the update within the timeout (phase "
         "'meet'); every rank of a distributed source must call update_weights"
     )
-    for nonce in come:
+    for nonce, _ in come:
         store.set(f"answer/{nonce}", json.dumps({"error": errors.to_wire(error)}))
     raise error
 
 
 def _accept(
-    listener: socket.socket,
+    doors: Mapping[str, socket.socket],
     secret: str,
     links: dict[int, socket.socket],
     ranks: tuple[int, ...],
     deadline: float,
 ) -> None:
-    """Admit one connection that knows the secret; others are dropped."""
-    listener.settimeout(max(0.01, deadline - time.monotonic()))
-    try:
-        link, _ = listener.accept()
-    except TimeoutError:
+    """Admit one connection that knows the secret, at whichever door; others are dropped."""
+    with selectors.DefaultSelector() as ready:
+        for door in doors.values():
+            ready.register(door, selectors.EVENT_READ, door)
+        came = ready.select(max(0.01, deadline - time.monotonic()))
+    if not came:
         missing = sorted(set(range(1, len(ranks))) - set(links))
+        at = some([host_port(host, door.getsockname()[1]) for host, door in doors.items()])
         raise DeadlineExceeded(
-            f"trainer rank {some([str(ranks[i]) for i in missing])} did not connect within "
-            "the timeout (phase 'meet')"
-        ) from None
+            f"trainer rank {some([str(ranks[i]) for i in missing])} did not connect to {at} within "
+            f"the timeout (phase 'meet'); {_REACH}"
+        )
+    try:
+        link, _ = came[0][0].data.accept()
+    except OSError:  # it has left again
+        return
     try:
         link.settimeout(max(0.01, min(2.0, deadline - time.monotonic())))
         hello = b""
@@ -119,9 +157,9 @@ def _accept(
     links[index] = link
 
 
-def _join(store: Any, me: int, ranks: tuple[int, ...], deadline: float) -> socket.socket:
+def _join(store: Any, me: int, here: str, ranks: tuple[int, ...], deadline: float) -> socket.socket:
     nonce = secrets.token_hex(8)
-    store.set(f"hello/{me}", nonce)
+    store.set(f"hello/{me}", f"{nonce} {here}")
     answer = _take(store, f"answer/{nonce}", deadline)
     if answer is None:
         with suppress(RuntimeError):
@@ -133,9 +171,14 @@ def _join(store: Any, me: int, ranks: tuple[int, ...], deadline: float) -> socke
     where = json.loads(answer)
     if "error" in where:
         raise errors.from_wire(where["error"])
-    link = socket.create_connection(
-        (where["host"], where["port"]), timeout=max(0.01, deadline - time.monotonic())
-    )
+    host, port = where["host"], where["port"]
+    try:
+        link = socket.create_connection((host, port), max(0.01, deadline - time.monotonic()))
+    except OSError as error:
+        raise TransferFailed(
+            f"trainer rank {ranks[me]} does not reach rank {ranks[0]} at {host_port(host, port)} "
+            f"(phase 'meet'): {error}; {_REACH}"
+        ) from error
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.sendall(f"{me:08d} {where['secret']}".encode())
     return link
@@ -155,8 +198,17 @@ def _take(store: Any, key: str, deadline: float) -> str | None:
     return str(value)
 
 
-def job_address() -> str:
-    """The address of this machine that the job's other members reach.
+def met_at(links: Iterable[socket.socket]) -> str:
+    """The address of this machine that members on other hosts have come to; loopback where none
+    have.
+    """
+    found = [str(link.getsockname()[0]) for link in links if link.family != socket.AF_UNIX]
+    away = (address for address in found if not ip_address(address).is_loopback)
+    return next(away, found[0] if found else LOOPBACK)
+
+
+def _job_address() -> str:
+    """The address of this machine that the job's other members reach, but for loopback.
 
     It is the interface that leads to the host of the job's TCPStore; a job on one machine, or one
     that met through a file, stays on loopback.

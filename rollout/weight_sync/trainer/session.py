@@ -32,7 +32,6 @@ from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.encoder import Encoding
 from rollout.weight_sync.trainer.lockstep import source_failed
 from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.weight_sync.trainer.rank_rendezvous import job_address
 from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.names import wire_dtype
@@ -186,9 +185,9 @@ def meeting_host(local_address: str, boxes: ShardLayout | None) -> str:
     ``local_address``: the one seen by the engine. An engine in this process, or one reached by
     loopback, says nothing about other hosts.
     """
-    if boxes is None or boxes.num_hosts == 1 or not ip_address(local_address).is_loopback:
+    if boxes is None or not ip_address(local_address).is_loopback:
         return local_address
-    return job_address()
+    return boxes.first_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.distributed import LOOPBACK
 from rollout.errors import RolloutError
 from rollout.kernels.region_table import RegionTables
 from rollout.weight_sync.protocol.bucket_packer import InPlaceHeaders
@@ -45,6 +46,7 @@ class ShardLayout:
     knows: tuple[str, ...] = ()
     copies: tuple[tuple[Any, ...], ...] = ()  # what each rank's copies are of, for deltas
     hosts: tuple[str, ...] = ()  # where each rank runs
+    first_at: str = LOOPBACK  # the address at which the other ranks reach the first
 
     @property
     def split(self) -> bool:
@@ -159,7 +161,8 @@ def exchange_layout(
         failure = source_failed(error, "")
     group.vote(failure, timeout, "layout")
     _, metadata, mine = looked
-    said = group.exchange(_status(looked, plans, copies), timeout, "layout")
+    status = {**_status(looked, plans, copies), "address": group.address}
+    said = group.exchange(status, timeout, "layout")
     problems = [
         f"on trainer rank {rank}, {s['problem']}" for rank, s in enumerate(said) if s["problem"]
     ]
@@ -167,15 +170,15 @@ def exchange_layout(
         return ShardLayout(problems[0])
     knows = tuple(s["wants"] for s in said)
     kept = tuple(tuple(s["copies"]) for s in said)
-    hosts = tuple(s["host"] for s in said)
+    now = (knows, kept, tuple(s["host"] for s in said), said[0]["address"])
     digest = digest_of([s["mine"] for s in said])
     if all(s["source"] == digest for s in said):
         known = plans.found(digest)
         assert known is not None
-        return ShardLayout(known.problem, known.have, known.metadata, digest, knows, kept, hosts)
+        return ShardLayout(known.problem, known.have, known.metadata, digest, *now)
     boxes = group.exchange({"boxes": mine}, timeout, "boxes")
     have = tuple(from_plain(Boxes, reply["boxes"]) for reply in boxes)
-    found = ShardLayout(gap(metadata, have), have, metadata, digest, knows, kept, hosts)
+    found = ShardLayout(gap(metadata, have), have, metadata, digest, *now)
     plans.keep(found)
     return found
 
