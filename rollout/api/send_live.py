@@ -5,9 +5,16 @@ from __future__ import annotations
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.live_form import check_equal, send_live_form
 from rollout.engine.updates.live_weights import live_adapters, live_weights
-from rollout.errors import SourceFailed, VersionConflict
+from rollout.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    SourceFailed,
+    TransferFailed,
+    VersionConflict,
+)
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls, ServerTls
+from rollout.rpc.update_channel import REACH
 from rollout.weight_sync.protocol.membership import SendTo
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -24,7 +31,13 @@ def send_live(
     tls = ClientTls.of_peer(request.tls_ca, request.tls_server_name, shown)
     peer = RolloutClient(request.address, request.token or None, request.timeout, tls)
     try:
-        there = peer.info()  # before any lease: who does not answer keeps no update waiting
+        # Before any lease: who does not answer keeps no update waiting.
+        try:
+            there = peer.info()
+        except (EngineClosed, DeadlineExceeded) as error:
+            raise TransferFailed(
+                f"{request.address} does not answer this member, if it answers others; {REACH}"
+            ) from error
         return _send(coordinator, request, peer, there)
     finally:
         peer.close()

@@ -36,14 +36,29 @@ _LOST = frozenset(
 )  # what a broken connection looks like, where no server of ours wrote the error
 
 
+REACH = "members of a fleet have to reach each other at the addresses that its front has"
+
+
 def feed(channel: grpc.Channel, metadata: Any, commands: Iterator[Any], timeout: float) -> Any:
-    """The call of a feed, once it was answered; ``grpc.RpcError`` where it was not."""
+    """The call of a feed, once it was answered; ``grpc.RpcError`` where it was not, and
+    ``DeadlineExceeded`` where nothing came.
+    """
     call = _update_of(channel)(commands, metadata=metadata)
-    watch = threading.Timer(timeout, call.cancel)
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        call.cancel()
+
+    watch = threading.Timer(timeout, give_up)
     watch.daemon = True
     watch.start()
     try:
         next(call)
+    except grpc.RpcError as error:
+        if not late.is_set():
+            raise
+        raise DeadlineExceeded(f"no answer within {timeout:g} s; {REACH}") from error
     finally:
         watch.cancel()
     return call

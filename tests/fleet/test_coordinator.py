@@ -237,6 +237,15 @@ def joining():
     return fleet
 
 
+def test_a_member_that_is_brought_up_to_date_once_more_says_how_it_failed() -> None:
+    fleet = serving("a", "b")
+    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
+    assert fleet.members["c"].why == "it is being brought up to date"
+    fleet.unfilled("c", "a does not reach it", 0.0)
+    stand(fleet, "c", [fleet._ask(fleet.members["c"], 1.1)], 1.1, version=3)
+    assert fleet.members["c"].why == "it is being brought up to date once more; a does not reach it"
+
+
 def test_who_is_behind_joins_by_the_next_whole_update_however_close_they_follow() -> None:
     """Each update ends what another sends it: it would be behind for ever."""
     fleet = serving("a", "b")

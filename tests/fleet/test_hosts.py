@@ -1,5 +1,7 @@
 """The bytes of an update reach each host once; its members share them there."""
 
+import socket
+from contextlib import ExitStack
 from dataclasses import replace
 from uuid import uuid4
 
@@ -15,8 +17,10 @@ from rollout.fleet.link import Link
 from rollout.fleet.updates.hosts import CardMemory
 from rollout.fleet.updates.ways import ways
 from rollout.rpc.update_channel import GrpcWeightChannel
+from rollout.server.grpc import relay
 from rollout.server.grpc.relay import Forwarder
 from rollout.server.grpc.sharing import SharingChannel
+from rollout.weight_sync.protocol.membership import SendTo
 from rollout.weight_sync.protocol.messages import Mappers, UpdateRequest, WeightInfo
 from rollout.weight_sync.transports.cuda_ipc import FLAGS, SharedAllocation, pack_handle
 from rollout.weight_sync.transports.host import host_id
@@ -217,6 +221,38 @@ def test_a_host_that_the_others_do_not_reach_or_are_too_old_for_is_sent_to_by_th
         assert all(one.check_weights(trained).equal for one in far)
     finally:
         front.close()
+
+
+def test_a_host_that_is_silent_to_the_others_costs_their_patience_once(
+    far, tmp_path, trained, monkeypatch
+):
+    front = Front(tmp_path / "record", far)
+    forwarding = Link.forwarding
+    monkeypatch.setattr(relay, "CONNECT", 2.5)
+    with ExitStack() as stack:
+        stack.callback(front.close)
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        host, port = silent.getsockname()
+        for _ in range(3):  # the queue is full, and who comes now gets no answer
+            guest = stack.enter_context(socket.socket())
+            guest.setblocking(False)
+            guest.connect_ex((host, port))
+        monkeypatch.setattr(
+            Link, "forwarding", lambda *given: replace(forwarding(*given), address=f"{host}:{port}")
+        )
+        front.fleet.wait_serving(4, WAIT)
+        first, _, third, _ = front.names
+        ways = [told(front.rollout.update_weights(trained, **OPTIONS))[third] for _ in range(2)]
+    assert ways[0].startswith(f"the front: {first} does not reach it: no answer within 2.5 s; ")
+    assert ways[1] == f"the front: {first} did not reach it lately"
+
+
+def test_a_member_says_that_it_does_not_reach_the_one_that_it_is_to_bring_up_to_date(engines):
+    wanted = SendTo(address="127.0.0.1:1", version=0, timeout=1.0)
+    with pytest.raises(
+        TransferFailed, match=r"127.0.0.1:1 does not answer this .*reach each other"
+    ):
+        engines[0]._async.backend.send_to(wanted)
 
 
 @pytest.mark.more

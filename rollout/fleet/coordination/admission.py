@@ -68,11 +68,12 @@ class Admission:
         tried = (m for m in self._members.values() if self._may_join(m, live, now))
         return [m.name for m in tried if KEPT_OUT[0] <= m.fails < KEPT_OUT[1]]
 
-    def failed(self, name: str, now: float) -> None:
+    def failed(self, name: str, why: str, now: float) -> None:
         """It could not be brought up to date: it is tried again later each time, and by another."""
         if (member := self._members.get(name)) is not None:
             member.not_before = now + _back_off(name, member.fails)
             member.fails += 1
+            member.failed = why
 
     def _may_join(self, member: Member, live: Promise, now: float) -> bool:
         """Whether a member can take part in an update that does not serve: it is there, and behind;
@@ -108,7 +109,8 @@ class Admission:
         donor = donors[member.fails % len(donors)]
         if not donor.holds:  # only an earlier coordinator knew that it does
             return self._look_at(donor, now)
-        member.busy, member.why = True, "it is being brought up to date"
+        again = f" once more; {member.failed}" if member.fails else ""
+        member.busy, member.why = True, f"it is being brought up to date{again}"
         return [Fill(member.name, donor.name, live.version)]
 
     @staticmethod

@@ -239,7 +239,7 @@ class Coordinator:
 
     def unfilled(self, name: str, why: str, now: float) -> list[Action]:
         """A member could not be brought up to date."""
-        self._admission.failed(name, now)
+        self._admission.failed(name, why, now)
         return self.silent(name, why, now)
 
     def tick(self, now: float) -> list[Action]:

@@ -39,6 +39,7 @@ class Member:
     busy: bool = False
     behind: bool = False  # it needs what is live, from another or by the next update
     fails: int = 0  # attempts in a row to bring it up to date
+    failed: str = ""  # how the last of them did
     not_before: float = float("-inf")  # the next of them
     why: str = NEW
     gone: bool = False  # its process has ended

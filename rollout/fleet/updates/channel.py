@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -30,6 +31,7 @@ from rollout.weight_sync.transports.host import host_id
 from rollout.weights.components import adapter_component, component_of
 from rollout.wire.codec import to_plain
 
+SILENT, TRY_AGAIN = 2.0, 600.0  # seconds: no answer to a feed for so long is not asked for again
 JOIN_WAIT = 5.0  # seconds until a member that joins by it takes the update, or is left out
 
 
@@ -351,9 +353,15 @@ class FleetChannel:
 
         def forward(part: Part) -> None:
             if (to := next_of.get(part.name)) is not None:
+                apart, began = self._of.links[part.name].apart, time.monotonic()
+                if began < apart.get(to.name, 0.0):
+                    to.fed_by = f"{FRONT}: {part.name} did not reach it lately"
+                    return
                 wanted = self._of.links[to.name].forwarding(request, to.feed)
                 if problem := part.channel.forward(wanted):
                     to.fed_by = f"{FRONT}: {part.name} does not reach it: {problem}"[:300]
+                    if time.monotonic() - began > SILENT:
+                        apart[to.name] = time.monotonic() + TRY_AGAIN
                 else:
                     to.feeder = to.fed_by = part.name
 
