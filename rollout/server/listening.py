@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 
 from rollout.distributed import host_port
 from rollout.errors import ConfigError
+from rollout.rpc.address import is_loopback
+
+log = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
@@ -25,4 +29,8 @@ def listen(host: str, port: int, what: str) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host_port(host, port)} for {what}: {error}; {remedy}"
         ) from error
+    bound = str(sock.getsockname()[0])
+    if is_loopback(bound) and not is_loopback(host):  # Debian has a machine's own name so
+        words = "%s, for %s, is %s on this machine, which no other host reaches: give its address"
+        log.warning(words, host, what, bound)
     return sock

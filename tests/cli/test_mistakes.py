@@ -23,6 +23,7 @@ from rollout.cli.spellings import (
 )
 from rollout.errors import ConfigError
 from rollout.server.http.parsers import REASONING_PARSERS, TOOL_PARSERS
+from rollout.server.listening import listen
 
 Run = Callable[..., tuple[int, str, str]]
 FREE_PORTS = ("--port", "0", "--grpc-port", "0")
@@ -330,6 +331,16 @@ def test_weights_of_another_shape_are_a_mismatch(run: Run, tiny: Path, tmp_path:
     refused(
         run("check", model), "gate_proj.weight is [128, 64], not [64, 64]", name="WeightMismatch"
     )
+
+
+def test_a_host_name_that_means_loopback_here_is_warned_of(caplog) -> None:
+    """As Debian's 127.0.1.1, which is each machine's own name."""
+    listen("127.1", 0, "HTTP").close()
+    assert "127.1, for HTTP, is 127.0.0.1 on this machine, which no other host" in caplog.text
+    caplog.clear()
+    for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+        listen(host, 0, "HTTP").close()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("host", ["nobody.invalid", "192.0.2.1"])
