@@ -49,6 +49,7 @@ class Link:
     reaches: frozenset[str] = frozenset()  # which; ``cards_of``
     _life: int = 0  # its epoch, as it was last announced
     _maps_no_card: int | None = None  # the life in which it could not, whatever it announces
+    _maps_no_memory: int | None = None  # the same of its host's
     held: object = None  # the life of the engine and what it is held in; None where unknown
     uncleared: bool = False  # its prefix cache was to be reset, and it has missed that
     # By update: what it answered to the commit, and when.
@@ -125,7 +126,8 @@ class Link:
 
     def announced(self, info: WeightInfo) -> None:
         """By which ways bytes can reach it."""
-        self.place, self.relays = place_of(info), "relays" in info.features
+        self.place = place_of(info) if info.epoch != self._maps_no_memory else ""
+        self.relays = "relays" in info.features
         self.host, self._life = info.host, info.epoch
         self.reaches = cards_of(info) if info.epoch != self._maps_no_card else frozenset()
         self.devices = info.devices if self.reaches else ()
@@ -137,6 +139,10 @@ class Link:
     def maps_no_card(self) -> None:
         """It has tried in vain: from now on it is sent bytes, as long as it lives."""
         self._maps_no_card, self.devices, self.reaches = self._life, (), frozenset()
+
+    def maps_no_memory(self) -> None:
+        """As ``maps_no_card``: two machines may announce one host, as copies of a snapshot do."""
+        self._maps_no_memory, self.place = self._life, ""
 
     def close(self) -> None:
         self.client.close()

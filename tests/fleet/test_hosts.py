@@ -22,6 +22,7 @@ from rollout.server.grpc.relay import Forwarder
 from rollout.server.grpc.sharing import SharingChannel
 from rollout.weight_sync.protocol.membership import SendTo
 from rollout.weight_sync.protocol.messages import Mappers, UpdateRequest, WeightInfo
+from rollout.weight_sync.transports import shared_memory
 from rollout.weight_sync.transports.cuda_ipc import FLAGS, SharedAllocation, pack_handle
 from rollout.weight_sync.transports.host import host_id
 from rollout.wire.codec import to_plain
@@ -390,3 +391,26 @@ def test_a_member_that_could_not_map_a_gpu_is_not_asked_to_again_in_its_life():
         assert link.reaches
     finally:
         link.close()
+
+
+def test_members_that_only_seem_to_share_the_memory_of_a_host_are_sent_the_bytes(
+    engines, tmp_path, trained, monkeypatch
+):
+    """As on copies of one machine's snapshot, which have its boot id."""
+
+    def absent(shared, who="", **_):
+        raise shared_memory._refused(shared, "[Errno 2] No such file or directory", who)
+
+    front = Front(tmp_path / "record", engines)
+    monkeypatch.setattr(shared_memory, "_mapped", absent)
+    try:
+        front.fleet.wait_serving(3, WAIT)
+        with pytest.raises(TransferFailed, match=r"is refused: .*the fleet's version 0 serves on"):
+            front.rollout.update_weights(trained, transport="inline", **OPTIONS)
+        receipt = front.rollout.update_weights(trained, **OPTIONS)
+        assert receipt.transport == "inline"
+        assert set(receipt.details["members"].values()) == {"committed"}
+        assert set(told(receipt)) == set(front.names)
+        assert all(one.check_weights(trained).equal for one in engines)
+    finally:
+        front.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -33,6 +33,9 @@ from rollout.wire.codec import to_plain
 
 SILENT, TRY_AGAIN = 2.0, 600.0  # seconds: no answer to a feed for so long is not asked for again
 JOIN_WAIT = 5.0  # seconds until a member that joins by it takes the update, or is left out
+
+
+T = TypeVar("T")
 
 
 class FleetChannel:
@@ -321,7 +324,9 @@ class FleetChannel:
             self._chain(request)
         if others or chained or (near and self._memory.offer and request.transport != "ipc"):
             # Its name goes with the first bucket.
-            self._each(lambda part: part.channel.wait(0, request.timeout))
+            self._each(
+                lambda part: self._mapped(part, lambda: part.channel.wait(0, request.timeout))
+            )
 
     def _dealt(self, shared: SharedAllocation) -> CardMemory:
         """Flags of the trainer's memory for each member that maps it."""
@@ -335,15 +340,22 @@ class FleetChannel:
             raise
 
     def _took(self, part: Part, index: int, timeout: float) -> tuple[int, str]:
-        """As the channel's; who cannot map a GPU's memory, whatever it announces, is not asked to
-        the next time.
+        """As the channel's."""
+        return self._mapped(part, lambda: part.channel.took(index, timeout))
+
+    def _mapped(self, part: Part, wait: Callable[[], T]) -> T:
+        """What ``wait`` returns; who cannot map a GPU's memory, or its host's, whatever it
+        announces, is not asked to the next time.
         """
         try:
-            return part.channel.took(index, timeout)
+            return wait()
         except TransferFailed:
             link = self._of.links.get(part.name)
-            if part.maps == CARD and not part.got and not self._aborted and link is not None:
-                link.maps_no_card()
+            if part.maps and not part.got and not self._aborted and link is not None:
+                if part.maps == CARD:
+                    link.maps_no_card()
+                else:
+                    link.maps_no_memory()
             raise
 
     def _chain(self, request: UpdateRequest) -> None:
