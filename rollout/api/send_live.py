@@ -38,6 +38,10 @@ def send_live(
             raise TransferFailed(
                 f"{request.address} does not answer this member, if it answers others; {REACH}"
             ) from error
+        if there.epoch == coordinator.engine.epoch:
+            raise TransferFailed(
+                f"{request.address} leads this member to itself, as loopback does; {REACH}"
+            )
         return _send(coordinator, request, peer, there)
     finally:
         peer.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from rollout.cli.following import check_followed, following
 from rollout.cli.service import Up, add_listening, check_slots, listening_of, run_service
 from rollout.config import DEFAULT_TIMEOUT, timeout_problem
 from rollout.errors import ConfigError
-from rollout.rpc.address import split_address
+from rollout.rpc.address import is_loopback, split_address
 
 if TYPE_CHECKING:
     from rollout.config import EngineConfig
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from rollout.fleet.launching.replicas import Launcher
     from rollout.rpc.tls import ClientTls
     from rollout.server.service import Listening
+
+log = logging.getLogger(__name__)
 
 REPLICAS: tuple[Row, ...] = (
     ("--replicas", "N", 1, "engines of this model on this host, behind one address and updated as "
@@ -297,6 +300,10 @@ def serve_fleet(args: argparse.Namespace) -> int:
         raise ConfigError(f"--start-timeout {problem}")
     check_followed(args.follow, _given(args, "weight_dirs"))
     at = listening_of(args)
+    near = [address for address in args.engine if is_loopback(split_address(address)[0])]
+    if 0 < len(near) < len(args.engine):
+        log.warning("--engine %s: other hosts' engines do not reach it there: give its address in "
+                    "their network", ", ".join(near))  # fmt: skip
     return asyncio.run(run_service(args, serving_engines(at, args)))
 
 

@@ -76,6 +76,17 @@ def test_engines_of_a_fleet_are_named_once_and_by_their_addresses(run: Run) -> N
     refused(run(*fleet, "[::1]:5", "--start-timeout", "0"), "--start-timeout must be")
 
 
+def test_an_engine_at_loopback_beside_others_of_a_fleet_is_warned_of(
+    run: Run, tmp_path: Path
+) -> None:
+    soon = ("--start-timeout", 0.5, "--port", 0, "--grpc-port", 0, "--record", tmp_path / "record")
+    fleet = ("fleet", "--engine", "127.0.0.1:1", *soon)
+    _, _, said = run(*fleet, "--engine", "10.0.0.1:50051")
+    assert "--engine 127.0.0.1:1: other hosts' engines do not reach it there: give its" in said
+    _, _, said = run(*fleet)
+    assert "other hosts' engines" not in said
+
+
 def test_a_fleet_has_engines_that_run_or_starts_them_on_ray(run: Run, tiny: Path) -> None:
     engine = ("fleet", "--engine", "10.0.0.1:50051")
     refused(run("fleet"), "Give --engine HOST:PORT")

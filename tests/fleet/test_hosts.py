@@ -254,6 +254,9 @@ def test_a_member_says_that_it_does_not_reach_the_one_that_it_is_to_bring_up_to_
         TransferFailed, match=r"127.0.0.1:1 does not answer this .*reach each other"
     ):
         engines[0]._async.backend.send_to(wanted)
+    itself = replace(wanted, address=engines[0].address)
+    with pytest.raises(TransferFailed, match="leads this member to itself, as loopback does; "):
+        engines[0]._async.backend.send_to(itself)
 
 
 @pytest.mark.more
