@@ -24,6 +24,11 @@ def test_verl_finds_the_plugin_by_its_entry_point() -> None:
     assert project["entry-points"]["verl.plugins"] == {"rollout": "rollout.integrations.verl"}
 
 
+def test_the_extra_brings_what_verl_imports_and_does_not_ask_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "cachetools" in project["optional-dependencies"]["verl"]
+
+
 @pytest.mark.more
 @pytest.mark.timeout(1200)  # others may have Ray first
 @pytest.mark.usefixtures("ray_alone")
