@@ -121,16 +121,22 @@ class AsyncRollout(GenerationVerbs):
         self.sessions = Sessions(self.session)  # those that HTTP clients name
 
     async def start(self) -> None:
+        self._check_open()
+        await super().start()
+
+    def _check_open(self) -> None:
+        """A client would connect again, a server outlive its engine; nobody would end either."""
         if self.weights.is_forked:
             raise EngineClosed(FORKED)
-        await super().start()
+        if self.weights.is_closed:
+            raise EngineClosed(SHUT_DOWN)
 
     async def state(self) -> str:
         """``EngineStats.state``, or "loading" until ``start`` is done, which this never waits for.
 
         Requests are served while it is "running".
         """
-        return await self.backend.state()
+        return "closed" if self.weights.is_closed else await self.backend.state()
 
     @property
     def min_version(self) -> int:
@@ -260,6 +266,7 @@ class AsyncRollout(GenerationVerbs):
             raise ConfigError(
                 f"serve takes a host and a port of 0..65535, got {host!r:.80} and {port!r:.80}"
             )
+        self._check_open()
         async with self._serving:
             asked = host, port, options
             if self._address is not None and (options or port) and asked != self._served_as:
@@ -307,8 +314,7 @@ class AsyncRollout(GenerationVerbs):
         return f"<{name} {', '.join(filter(None, parts))}>"
 
     async def __aenter__(self) -> Self:
-        if self.weights.is_closed:
-            raise EngineClosed(SHUT_DOWN)
+        self._check_open()
         try:
             await self.start()
         except BaseException:

@@ -68,6 +68,30 @@ def test_a_client_that_was_shut_down_changes_no_weights(engine: Rollout) -> None
     assert engine.weight_version == live
 
 
+async def test_no_verb_of_what_was_shut_down_reaches_an_engine(
+    engine: Rollout, bare_checkpoint: str
+) -> None:
+    client = AsyncRollout.connect(engine.address, timeout=10)
+    await client.start()
+    began, unused = AsyncRollout(bare_checkpoint, **ENGINE), AsyncRollout(bare_checkpoint, **ENGINE)
+    await began.start()
+    for closed in (client, began, unused):
+        await closed.shutdown()
+        for verb in (
+            closed.start(),
+            closed.generate([1, 2], {"max_tokens": 1}),
+            closed.pause_generation(),
+            closed.metrics(),
+            closed.weight_version,
+            closed.address,
+            closed.serve(),
+        ):
+            with pytest.raises(EngineClosed, match="this Rollout was shut down; make a new one"):
+                await verb
+        assert await closed.state() == "closed"
+    assert engine.metrics().state == "running"
+
+
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_what_is_sent_to_another_process_is_its_address(engine: Rollout, copied: Any) -> None:
     with Rollout.connect(engine.address) as client:
