@@ -55,6 +55,17 @@ def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[A
     return each
 
 
+def as_one_prompt(prompt: Any) -> str | list[int]:
+    """A text, or a list of token ids, which may be empty."""
+    if isinstance(prompt, str):
+        return prompt
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    if not listed or set(map(type, prompt)) - {int}:
+        hint = _as_list(prompt) or _as_list(prompt[0] if listed else None)
+        raise InvalidRequest(f"the prompt is neither a text nor a list of token ids{hint}")
+    return list(prompt)
+
+
 def _as_list(value: Any) -> str:
     """A remedy for tensors and arrays of ids, and for numbers out of one."""
     if not callable(getattr(value, "tolist", None)):

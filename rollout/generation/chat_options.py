@@ -71,8 +71,10 @@ class ChatOptions:
         known = {f.name for f in fields(cls)}
         own = {name: value for name, value in variables.items() if name not in known}
         given = {name: value for name, value in variables.items() if name in known}
-        own |= given.pop("chat_template_kwargs", None) or {}
-        return cls.from_dict({**given, "chat_template_kwargs": own})
+        more = given.pop("chat_template_kwargs", None)
+        if not isinstance(more, Mapping | None):
+            return cls(chat_template_kwargs=more)  # which says what it must be
+        return cls.from_dict({**given, "chat_template_kwargs": own | dict(more or {})})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ChatOptions:

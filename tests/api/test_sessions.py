@@ -10,6 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from shared_engines import eventually, standing_still
@@ -221,6 +222,44 @@ def test_a_fork_and_a_rewound_turn_leave_the_ids_before_them(engine):
     assert branches[0].chat([USER], params(1)).outputs[0].token_ids == before[-5:]
     with pytest.raises(InvalidRequest, match="cannot forget 3 turns of 2"):
         branches[1].rewind(3)
+
+
+@pytest.mark.parametrize(
+    ("verb", "given", "words"),
+    [
+        *(("rewind", wrong, "turns must be an integer") for wrong in ("x", None, 1.0, [1])),
+        *(("generate", wrong, "the prompt is neither") for wrong in (None, 5, b"ab", {5, 6})),
+        ("generate", torch.tensor([5]), r"send its tolist\(\)"),
+        ("generate", list(np.array([5])), r"int\(token\)"),
+        ("chat", [{"content": "a"}], "message 0 must be a"),
+        ("chat", [USER, {"role": "user", "content": 5}], "the content of message 1"),
+    ],
+)
+def test_what_a_session_cannot_take_is_named_and_changes_nothing(engine, verb, given, words):
+    session = engine.session()
+    session.chat([USER], params(1))
+    before, said = session.token_ids, session.messages
+    with pytest.raises(InvalidRequest, match=words):
+        getattr(session, verb)(given)
+    assert (session.token_ids, session.messages) == (before, said)
+    session.rewind(np.int64(1))
+    assert session.token_ids == []
+
+
+def test_what_a_session_is_compared_with_must_be_messages(engine):
+    session = engine.session()
+    session.chat([USER], params(1))
+    for wrong, words in (("x", "a conversation is a list"), ([1], "message 0 must be a")):
+        with pytest.raises(InvalidRequest, match=words):
+            session.session.rewind_to(wrong)
+
+
+def test_a_templates_variables_come_as_a_mapping(engine):
+    for wrong in (True, "x", [1], 0):
+        with pytest.raises(InvalidRequest, match="must map the template's variables"):
+            engine.session(chat_template_kwargs=wrong)
+        with pytest.raises(InvalidRequest, match="must map the template's variables"):
+            engine.render([USER], chat_template_kwargs=wrong)
 
 
 def test_a_turn_that_fails_leaves_the_session_as_it_was(face):

@@ -9,6 +9,7 @@ by itself and appended, without an end token that was already sampled.
 from __future__ import annotations
 
 import asyncio
+import operator
 import sys
 import uuid
 from collections.abc import (
@@ -24,6 +25,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rollout.api.arguments import as_conversation, as_one_prompt
 from rollout.api.backend import Backend
 from rollout.api.image_inputs import fetched, has_images, portable, take_images
 from rollout.api.read_floor import ReadFloor
@@ -131,13 +133,14 @@ class AsyncSession:
         stream: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
         """As ``generate``, with cumulative outputs; leaving the loop early undoes the turn."""
+        given = as_one_prompt(prompt)
         with self._one_turn():
-            if isinstance(prompt, str):
+            if isinstance(given, str):
                 await self._start()
                 first = not self._turns  # the tokenizer's own rule decides about a BOS there
-                ids = await self._backend.tokenize(prompt, first) if prompt else []
+                ids = await self._backend.tokenize(given, first) if given else []
             else:
-                ids = list(prompt)
+                ids = given
             async for output in self._run(ids, params, request_id, stream, None):
                 yield output
 
@@ -190,11 +193,15 @@ class AsyncSession:
 
     def rewind(self, turns: int = 1) -> None:
         """Forget the last turns, their messages and answers; the ids before them stay exact."""
-        if not 1 <= turns <= len(self._turns):
-            raise InvalidRequest(f"cannot forget {turns} turns of {len(self._turns)}")
+        try:
+            last = operator.index(turns)
+        except TypeError:
+            raise InvalidRequest(f"turns must be an integer, got {turns!r:.80}") from None
+        if not 1 <= last <= len(self._turns):
+            raise InvalidRequest(f"cannot forget {last} turns of {len(self._turns)}")
         with self._one_turn():
-            turn = self._turns[-turns]
-            del self._turns[-turns:], self._texts[-turns:], self._messages[turn.messages :]
+            turn = self._turns[-last]
+            del self._turns[-last:], self._texts[-last:], self._messages[turn.messages :]
             self._tokens.cut(turn.tokens)
             self._templated = turn.templated
             if not self._turns:
@@ -208,6 +215,7 @@ class AsyncSession:
         did answer. Else the history was edited, and nobody has sampled ids of its text:
         ``InvalidRequest``.
         """
+        as_conversation(messages)
         have = self._messages
         pairs = zip(have, messages, strict=False)
         known = next((n for n, pair in enumerate(pairs) if not _same(*pair)), None)
@@ -392,8 +400,7 @@ async def _last(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:
 def _as_messages(messages: Any, *, first: bool) -> list[Mapping[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest('messages must be a list of {"role", "content"} with one at least')
-    if not all(isinstance(message, Mapping) for message in messages):
-        raise InvalidRequest('messages must be a list of {"role", "content"}')
+    as_conversation(messages)
     if not first and any(message.get("role") == "assistant" for message in messages):
         raise InvalidRequest(
             "only the engine answers in a session: its messages of a later turn have no role "
