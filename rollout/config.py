@@ -13,6 +13,7 @@ from rollout.wire.spellings import EMBEDDED, Spellings, explains_names, near
 
 DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
 MAX_TIMEOUT = 86400.0  # seconds; the longest wait that anybody may ask for: a day
+MAX_INTEGER = 1 << 53  # of a setting: exact in every JSON reader
 DEFAULT_BUCKET_BYTES = 64 << 20
 _COMPONENT = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
@@ -45,6 +46,16 @@ def timeout_problem(seconds: Any) -> str | None:
     return f"must be a number of seconds above 0 and at most {MAX_TIMEOUT:g}, got {shown:.80}"
 
 
+def check_written(what: str, text: str) -> None:
+    """``ConfigError`` for what no file and no process can be given as a name or an argument."""
+    try:
+        written = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        written = False
+    if not written:
+        raise ConfigError(f"{what} has a null byte in it, or is no Unicode text: {text!r:.80}")
+
+
 def check_timeout(seconds: Any) -> float:
     """A timeout as a request brings it; ``InvalidRequest`` unless it is in (0, MAX_TIMEOUT]."""
     problem = timeout_problem(seconds)
@@ -54,12 +65,18 @@ def check_timeout(seconds: Any) -> float:
 
 
 def _setting(
-    default: Any, text: str, *choices: str, least: int | None = None, metavar: str | None = None
+    default: Any,
+    text: str,
+    *choices: str,
+    least: int | None = None,
+    most: int = MAX_INTEGER,
+    metavar: str | None = None,
 ) -> Any:
     """A field with its help text and what it may be: one of ``choices``, or an int from ``least``
-    on (None too, where that is the default). ``metavar`` is what the flag's help calls its value.
+    to ``most`` (None too, where that is the default). ``metavar`` is what the flag's help calls
+    its value.
     """
-    metadata = {"help": text, "choices": choices, "least": least, "metavar": metavar}
+    metadata = {"help": text, "choices": choices, "least": least, "most": most, "metavar": metavar}
     return field(default=default, metadata=metadata)
 
 
@@ -267,7 +284,10 @@ class EngineConfig:
         None, "of requests that bring none (default: another at every start)"
     )
     num_threads: int | None = _setting(
-        None, "CPU threads of each rank (default: cores / ranks)", least=1
+        None,
+        "CPU threads of each rank (default: cores / ranks), at most 1024",
+        least=1,
+        most=1024,  # a process that gets no more threads is ended by OpenMP, without an error
     )
     timeout: float = _setting(DEFAULT_TIMEOUT, "seconds that a wait may take")
     start_timeout: float = _setting(600.0, "seconds that loading may take")
@@ -422,7 +442,9 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 kind = "a positive integer" if least else "an integer, 0 or more"
-                raise ConfigError(f"{f.name} must be {kind}, got {value!r}")
+                raise ConfigError(f"{f.name} must be {kind}, got {value!r:.80}")
+            if value > (most := f.metadata["most"]):
+                raise ConfigError(f"{f.name} must be at most {most}, got {value!r:.80}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -483,6 +505,8 @@ def _text(name: str, value: Any) -> Any:
         raise ConfigError(f"{name} must be a text, got {value!r:.80}")
     if value is not None and not value.strip():  # as a path it would be the working directory
         raise ConfigError(f"{name} is empty: give it a value, or leave it out")
+    if value is not None:
+        check_written(name, value)
     return _DTYPES.get(value, value) if name in ("dtype", "head_dtype") and value else value
 
 
