@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from rollout.api.image_inputs import image_prompt
-from rollout.errors import InvalidRequest, PromptTooLong
+from rollout.config import check_written
+from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
 from rollout.generation import AnyPrompt, ContinuedPrompt, ImagePrompt, SamplingParams, parts_of
 from rollout.rpc.convert import Messages
 
@@ -149,6 +151,24 @@ def as_texts(given: Any, what: str) -> list[str] | None:
     if not isinstance(given, Sequence | Set) or not all(isinstance(one, str) for one in given):
         raise InvalidRequest(f"{what} must be a text, a list of texts or None, got {given!r:.80}")
     return list(given)
+
+
+def as_flag(given: Any, what: str) -> bool:
+    """True or False alone: a text such as "false" would count as True."""
+    if not isinstance(given, bool):
+        raise InvalidRequest(f"{what} must be True or False, got {given!r:.80}")
+    return given
+
+
+def as_path(given: Any, what: str) -> str:
+    """A path as a text; an empty one would be the working directory."""
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(path, str):
+        raise ConfigError(f"{what} must be a path, got {given!r:.80}")
+    if not path.strip():
+        raise ConfigError(f"{what} is empty: give it a value, or leave it out")
+    check_written(what, path)
+    return path
 
 
 def as_params(params: Params, count: int) -> list[SamplingParams]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
-from rollout.api.arguments import as_texts
+from rollout.api.arguments import as_flag, as_texts
 from rollout.api.backend import Backend
 from rollout.api.call_names import CallNames
 from rollout.api.generation_verbs import GenerationVerbs
@@ -215,6 +215,7 @@ class AsyncRollout(GenerationVerbs):
         """Empty the prefix cache; not needed after an update. ``reset_running_requests``: what
         runs computes its KV again, too; whether generation is paused stays as it is.
         """
+        as_flag(reset_running_requests, "reset_running_requests")
         await self.start()
         if not isinstance(reset_running_requests, bool):
             raise InvalidRequest(

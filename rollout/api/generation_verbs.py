@@ -18,6 +18,7 @@ from rollout.api.arguments import (
     as_conversation,
     as_conversations,
     as_experts,
+    as_flag,
     as_ids,
     as_params,
     as_prompts,
@@ -128,6 +129,7 @@ class GenerationVerbs(ABC):
         """
         if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
             raise InvalidRequest(f"dimensions must be 1 or more, got {dimensions!r:.80}")
+        as_flag(normalize, "normalize")
         params = replace(embed_params(pooling), adapter=adapter)
         outputs = await self.generate(prompts, params, request_ids=request_ids)
         return [

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.api.arguments import as_flag, as_path
 from rollout.api.backend import Backend
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, check_timeout
 from rollout.errors import FORKED, SHUT_DOWN, ConfigError, EngineClosed, InvalidRequest
@@ -20,6 +21,7 @@ from rollout.weight_sync.trainer.sources.update import own_adapters
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.trainer.weight_report import check_weights as check
 from rollout.weight_sync.trainer.weight_report import preflight as preflight_source
+from rollout.weight_sync.versions.adapter_files import check_name
 from rollout.weights.adapters import AdapterLoaded
 from rollout.weights.components import POLICY
 from rollout.wire.spellings import VERBS, explains_arguments
@@ -129,6 +131,10 @@ class WeightVerbs:
             max_stall=max_stall,
             max_extra_memory=max_extra_memory,
         )
+        if not isinstance(adapters, Mapping | None):
+            raise ConfigError(
+                f"adapters must map names to PEFT models or directories, got {adapters!r:.80}"
+            )
         if not isinstance(adapters_only, bool):
             raise ConfigError(
                 f"adapters_only is True or False, got {adapters_only!r:.80}; to name an adapter: "
@@ -146,7 +152,7 @@ class WeightVerbs:
             raise ConfigError("update_id goes with server_path=: other updates get their own")
         if server_path is not None:
             options.to_server()
-            return self._backend.update_from(str(server_path), options)
+            return self._backend.update_from(as_path(server_path, "server_path"), options)
         receipt = publish(
             source,
             connect=lambda: self._backend.link,
@@ -199,7 +205,9 @@ class WeightVerbs:
         ``ConfigError`` if it cannot be read or does not fit, ``WeightMismatch`` if its tensors are
         of another base model; nothing has changed then.
         """
-        return self._backend.load_lora_adapter(name, str(path), inplace=inplace)
+        check_name(name)
+        path, inplace = as_path(path, "the adapter's path"), as_flag(inplace, "inplace")
+        return self._backend.load_lora_adapter(name, path, inplace=inplace)
 
     def unload_lora_adapter(self, name: str) -> bool:
         """Unload an adapter, even if requests still use it; returns whether it was loaded.
@@ -207,6 +215,7 @@ class WeightVerbs:
         For a client and for a fleet this is a commit: it makes a version, and cannot be rolled
         back.
         """
+        check_name(name)
         return self._backend.unload_lora_adapter(name)
 
     def save_sharded_state(self, path: str | Path, *, timeout: float = DEFAULT_TIMEOUT) -> int:
@@ -220,7 +229,7 @@ class WeightVerbs:
         process's own and not quantised; else ``ConfigError``. Where some ranks failed, no engine
         starts from what is there: save again.
         """
-        return self._backend.save_sharded_state(str(path), check_timeout(timeout))
+        return self._backend.save_sharded_state(as_path(path, "path"), check_timeout(timeout))
 
     def collective_rpc(
         self,

@@ -19,6 +19,7 @@ from rollout.errors import (
     ConfigError,
     EngineClosed,
     EngineRestarted,
+    InvalidRequest,
     TransferFailed,
     UpdateInProgress,
     VersionConflict,
@@ -78,6 +79,54 @@ def test_update_errors_arrive_as_their_own_class_and_change_nothing(client, othe
         client.update_weights(other_weights, version=live, timeout=5)
     assert client.weight_version == live
     assert client.generate([1, 2, 3], GREEDY)[0].outputs == before[0].outputs
+
+
+@pytest.mark.parametrize("wrong", [["ipc"], np.array([1, 2]), torch.zeros(2), 0, ""])
+@pytest.mark.parametrize(
+    "name", ["transport", "encoding", "staging", "in_flight", "pin_fallback", "adapters"]
+)
+def test_a_keyword_of_another_type_is_named(engine, other_weights, name, wrong):
+    live = engine.weight_version
+    with pytest.raises(ConfigError, match=name):
+        engine.update_weights(other_weights, **{name: wrong})
+    assert engine.weight_version == live
+
+
+@pytest.mark.parametrize("wrong", ["", " ", None, 5, b"/tmp", "a\0b", "\ud800"])
+def test_what_is_no_path_is_not_taken_for_one(engine, tmp_path, monkeypatch, wrong):
+    monkeypatch.chdir(tmp_path)
+    live = engine.weight_version
+    verbs = [
+        lambda: engine.save_sharded_state(wrong),
+        lambda: engine.load_lora_adapter("a", wrong),
+        lambda: engine.check_weights(wrong),
+        lambda: engine.preflight(wrong),
+        lambda: engine.update_weights(wrong),
+        lambda: engine.update_weights(adapters={"a": wrong}),
+        lambda: engine.update_weights(server_path=wrong),
+    ]
+    for verb in verbs:
+        with pytest.raises(ConfigError):
+            verb()
+    assert engine.weight_version == live
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong", ["false", None, 1, np.array([1, 2])])
+def test_what_is_neither_true_nor_false_does_not_count_as_true(engine, tmp_path, wrong):
+    for verb, name in (
+        (engine.reset_prefix_cache, "reset_running_requests"),
+        (lambda normalize: engine.embed([1, 2], normalize=normalize), "normalize"),
+        (lambda inplace: engine.load_lora_adapter("a", tmp_path, inplace=inplace), "inplace"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"{name} must be True or False"):
+            verb(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, ["a"], ""])
+def test_what_is_unloaded_has_a_name(engine, wrong):
+    with pytest.raises(InvalidRequest, match="the name of an adapter must be a text"):
+        engine.unload_lora_adapter(wrong)
 
 
 def request(**changes):

@@ -19,6 +19,12 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.transports.base import Transport
 
 ENCODINGS = ("auto", "full", "delta", "delta-zstd")
+_CHOICES = {
+    "encoding": ENCODINGS,
+    "staging": STAGING,
+    "in_flight": IN_FLIGHT,
+    "pin_fallback": PIN_FALLBACKS,
+}
 _READ_THERE = (
     *("version", "staging", "in_flight", "bucket_bytes", "timeout", "label", "partial"),
     *("update_id", "pin_timeout", "pin_fallback"),
@@ -119,15 +125,14 @@ class UpdateOptions:
         return cls(**said)
 
     def __post_init__(self) -> None:
-        if self.encoding not in ENCODINGS:
+        for name, known in _CHOICES.items():
+            chosen = getattr(self, name)
+            if not isinstance(chosen, str) or chosen not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {chosen!r:.80}")
+        if not isinstance(self.transport, str | Transport):
             raise ConfigError(
-                f"encoding must be one of {', '.join(ENCODINGS)}, got {self.encoding!r}"
-            )
-        if self.staging not in STAGING:
-            raise ConfigError(f"staging must be one of {', '.join(STAGING)}, got {self.staging!r}")
-        if self.in_flight not in IN_FLIGHT:
-            raise ConfigError(
-                f"in_flight must be one of {', '.join(IN_FLIGHT)}, got {self.in_flight!r}"
+                f"transport must be a name, such as 'auto', or a Transport, got "
+                f"{self.transport!r:.80}"
             )
         whole = type(self.bucket_bytes) is int
         if not (whole and MIN_BUCKET_BYTES <= self.bucket_bytes <= MAX_BUCKET_BYTES):
@@ -135,8 +140,9 @@ class UpdateOptions:
                 f"bucket_bytes must be {MIN_BUCKET_BYTES} to {MAX_BUCKET_BYTES}, got "
                 f"{self.bucket_bytes!r:.80}"
             )
-        if not isinstance(self.label, str | None):
-            raise ConfigError(f"label must be a text, got {self.label!r:.80}")
+        for name in ("label", "update_id"):
+            if not isinstance(text := getattr(self, name), str | None):
+                raise ConfigError(f"{name} must be a text, got {text!r:.80}")
         if not isinstance(self.partial, bool):
             raise ConfigError(f"partial must be True or False, got {self.partial!r:.80}")
         if self.version is not None and (type(self.version) is not int or self.version < 0):
@@ -155,10 +161,6 @@ class UpdateOptions:
             raise ConfigError(f"max_extra_memory must be a number of bytes, got {memory!r:.80}")
 
     def _check_pin(self) -> None:
-        if self.pin_fallback not in PIN_FALLBACKS:
-            raise ConfigError(
-                f"pin_fallback must be one of {', '.join(PIN_FALLBACKS)}, got {self.pin_fallback!r}"
-            )
         if self.pin_timeout is None:
             return
         if problem := timeout_problem(self.pin_timeout):

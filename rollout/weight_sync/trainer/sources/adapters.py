@@ -215,7 +215,7 @@ class Adapter:
         adapter_component(name)
         if module is not None and is_adapted(module):
             return cls(name, obj, chosen_adapter(module, name))
-        if isinstance(obj, str | Path) and Path(obj).is_dir():
+        if isinstance(obj, str | Path) and obj != "" and Path(obj).is_dir():
             return cls(name, Path(obj))
         what = repr(str(obj)) if isinstance(obj, str | Path) else f"a {type(obj).__name__}"
         raise ConfigError(

@@ -33,6 +33,8 @@ def kind_of(obj: Any) -> str:
     if isinstance(obj, WeightSource):
         return "source"
     if isinstance(obj, str | Path):
+        if isinstance(obj, str) and not obj.strip():  # it would be the working directory
+            raise ConfigError("the source is an empty text; give a checkpoint directory's path")
         if Path(obj).is_dir():
             return "directory"
         if Path(obj).exists():
