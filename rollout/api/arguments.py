@@ -146,11 +146,19 @@ def one_of(params: Any, sampling_params: Any) -> Any:
 
 def as_texts(given: Any, what: str) -> list[str] | None:
     """A list of texts, of one where it is a single text; None stays."""
-    if given is None or isinstance(given, str):
+    if given is None or _is_text(given):
         return None if given is None else [given]
-    if not isinstance(given, Sequence | Set) or not all(isinstance(one, str) for one in given):
+    if not isinstance(given, Sequence | Set) or not all(map(_is_text, given)):
         raise InvalidRequest(f"{what} must be a text, a list of texts or None, got {given!r:.80}")
     return list(given)
+
+
+def _is_text(given: Any) -> bool:
+    """A text that can be sent: none with half a surrogate pair in it."""
+    try:
+        return isinstance(given, str) and given.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def as_flag(given: Any, what: str) -> bool:
@@ -194,6 +202,7 @@ def as_ids(request_ids: str | Sequence[str] | None, count: int) -> list[str]:
         raise InvalidRequest(f"request_ids must be a list of texts, got {request_ids!r:.80}")
     if len(request_ids) != count:
         raise InvalidRequest(f"{len(request_ids)} request ids for {count} prompts")
-    if not all(isinstance(given, str | None) and len(given or "") <= 1024 for given in request_ids):
-        raise InvalidRequest("request ids must be texts of at most 1024 characters")
+    named = [given for given in request_ids if given is not None]
+    if not all(_is_text(given) and len(given) <= 1024 for given in named):
+        raise InvalidRequest("request ids must be texts of at most 1024 characters, in UTF-8")
     return [request_id or uuid.uuid4().hex for request_id in request_ids]

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import update_wrapper
+from inspect import signature
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 from rollout.api.arguments import as_flag, as_texts
@@ -263,7 +264,7 @@ class AsyncRollout(GenerationVerbs):
         gives its address again. Raises ``ConfigError`` naming a busy port, or where it is served
         otherwise already.
         """
-        if not isinstance(host, str) or type(port) is not int or not 0 <= port < 1 << 16:
+        if not (isinstance(host, str) and host and type(port) is int and 0 <= port < 1 << 16):
             raise ConfigError(
                 f"serve takes a host and a port of 0..65535, got {host!r:.80} and {port!r:.80}"
             )
@@ -278,6 +279,13 @@ class AsyncRollout(GenerationVerbs):
                 await self.start()
                 module, _, name = GRPC_SERVER.partition(":")
                 serve = getattr(importlib.import_module(module), name)
+                known = [
+                    one.name
+                    for one in signature(serve).parameters.values()
+                    if one.kind is one.KEYWORD_ONLY
+                ]
+                for given in options.keys() - set(known):
+                    raise ConfigError(f"serve takes no {given!r}; {VERBS.hint(given, known)}")
                 self._server = await serve(self, host, port, **options)
                 self._address, self._served_as = str(self._server.address), asked
             return self._address

@@ -57,7 +57,7 @@ LISTENING: tuple[Row, ...] = (
     ("--open-host", "HOST", LOOPBACK,
      "address of the open routes: this machine's in the trainer's network"),
     ("--open-port", "N", None, "their port; 0 picks a free one, which the log names"),
-    ("--max-body-bytes", "N", MAX_BODY, "largest request that is read, HTTP or gRPC"),
+    ("--max-body-bytes", "N", MAX_BODY, "largest request that is read, HTTP or gRPC (2 GiB there)"),
     ("--root-path", "PATH", "",
      "path under which a proxy has put this server: HTTP answers there, too"),
     ("--response-role", "NAME", "assistant", "role of the messages that chats are answered with"),

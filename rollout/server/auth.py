@@ -138,6 +138,8 @@ class Tokens:
 
 def check_token(token: str, what: str) -> None:
     """Raise ``ConfigError`` where ``token`` could not be sent, or would guard nothing."""
+    if not isinstance(token, str):
+        raise ConfigError(f"{what} must be a text, got a {type(token).__name__}")
     if not token.strip():
         raise ConfigError(f"{what} is empty: give it a value, or leave it out")
     if not all("!" <= character <= "~" for character in token):

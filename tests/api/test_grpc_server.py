@@ -273,6 +273,26 @@ def test_a_busy_port_and_a_host_that_is_none_of_this_machines_are_named(bare_che
         assert rollout.generate([1], ONE)[0].finished
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"tokn": "t"}, "serve takes no 'tokn'; did you mean 'token'"),
+        ({"token": 5}, "the generation token must be a text"),
+        ({"tls": "cert.pem"}, "tls must be a ServerTls"),
+        ({"insecure": "false"}, "insecure must be True or False"),
+        ({"max_body_bytes": "1 GiB"}, "max_body_bytes must be 1 or more"),
+        ({"host": ""}, "serve takes a host"),
+    ],
+)
+def test_what_a_server_cannot_be_given_is_named_and_the_next_call_serves(
+    bare_checkpoint, wrong, words
+):
+    with Rollout(bare_checkpoint, **SETTINGS) as rollout:
+        with pytest.raises(ConfigError, match=words):
+            rollout.serve(**wrong)
+        rollout.serve(max_body_bytes=1 << 40)  # more than gRPC can count
+
+
 def test_an_unreachable_server_is_named_with_the_remedy():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -92,6 +92,34 @@ def test_a_keyword_of_another_type_is_named(engine, other_weights, name, wrong):
     assert engine.weight_version == live
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": 10**30},
+        {"max_extra_memory": 10**30},
+        {"label": "x" * 10**5},
+        {"label": "\ud800"},
+        {"update_id": 5},
+    ],
+)
+def test_what_no_message_can_say_is_named_before_anything_is_sent(client, other_weights, wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        client.update_weights(other_weights, **wrong)
+
+
+def test_a_text_that_cannot_be_sent_is_an_invalid_request(client, engine):
+    half = "\ud800"
+    for face in (client, engine):
+        for verb in (
+            lambda face=face: face.generate([1], request_ids=half),
+            lambda face=face: face.abort(half),
+            lambda face=face: face.wake_up(half),
+            lambda face=face: face.tokenize(half),
+        ):
+            with pytest.raises(InvalidRequest):
+                verb()
+
+
 @pytest.mark.parametrize("wrong", ["", " ", None, 5, b"/tmp", "a\0b", "\ud800"])
 def test_what_is_no_path_is_not_taken_for_one(engine, tmp_path, monkeypatch, wrong):
     monkeypatch.chdir(tmp_path)

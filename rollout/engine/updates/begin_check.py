@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import ConfigError
 from rollout.weight_sync.protocol.fit import check_metadata
+from rollout.weight_sync.protocol.label import check_label
 from rollout.weight_sync.protocol.messages import (
     IN_FLIGHT,
     MAX_BUCKET_BYTES,
@@ -33,7 +34,6 @@ from rollout.weights.components import (
 from rollout.weights.quantization import Scheme
 
 MAX_ID = 256  # characters
-MAX_LABEL = 4096  # characters
 _ENCODINGS = ("full", "delta", "live")
 
 
@@ -125,15 +125,6 @@ def _check_adapters_after(request: UpdateRequest) -> None:
 def _one_of(what: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f"{what} must be one of {', '.join(known)}, got {value!r:.80}")
-
-
-def check_label(label: str) -> None:
-    try:
-        label.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
-        label = "x" * (MAX_LABEL + 1)
-    if len(label) > MAX_LABEL:
-        raise ConfigError(f"label must be text of at most {MAX_LABEL} characters, in UTF-8")
 
 
 def _within(what: str, value: int, low: int, high: int) -> None:

@@ -18,7 +18,7 @@ from rollout.engine.executors import gather_replies
 from rollout.engine.pins import PinTerms
 from rollout.engine.serving_lease import LEAVING
 from rollout.engine.updates.adapters import AdapterUpdates
-from rollout.engine.updates.begin_check import check_label, check_request
+from rollout.engine.updates.begin_check import check_request
 from rollout.engine.updates.commit import Switch
 from rollout.engine.updates.ended import EndedUpdates
 from rollout.engine.updates.limits import Foreseen, UpdateLimits
@@ -35,6 +35,7 @@ from rollout.errors import (
 from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.adapters import adapter_tensors, check_merged, check_room
 from rollout.weight_sync.protocol.digests import combine
+from rollout.weight_sync.protocol.label import check_label
 from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo, held_as
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.protocol.version_number import next_version

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rollout.engine.executors import gather_replies
 from rollout.engine.updates.adapters import KeptAdapter
-from rollout.engine.updates.begin_check import check_label
 from rollout.engine.updates.bucket_queue import BucketQueue
 from rollout.engine.updates.commit import Sealed, take_votes
 from rollout.engine.updates.coordinator import Coordinator
@@ -35,6 +34,7 @@ from rollout.errors import (
 from rollout.generation.metrics import NOT_BEGUN
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.digests import compare
+from rollout.weight_sync.protocol.label import check_label
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
 
-from rollout.engine.updates.begin_check import check_label
 from rollout.engine.updates.foreign_groups import ForeignGroups
 from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
 from rollout.engine.updates.verb_update import GRACE, Packing, Terms, VerbTarget, VerbUpdate
 from rollout.errors import UpdateInProgress, some
 from rollout.errors import VersionConflict as Conflict
+from rollout.weight_sync.protocol.label import check_label
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.vllm_group import ForeignGroup
 from rollout.weights import TensorMeta

@@ -76,12 +76,20 @@ async def serve(
 
     ``token`` allows sampling, ``control_token`` (default: the same) weights and control too.
     ``tls`` encrypts; with its ``client_ca`` only clients that have a certificate are let in.
-    ``max_body_bytes``: of one message that is taken. Raises ``ConfigError`` for a busy port, and
-    for a host beyond loopback without a token, or without ``tls`` unless ``insecure`` allows it.
+    ``max_body_bytes``: of one message that is taken, 2 GiB at most. Raises ``ConfigError`` for a
+    busy port, and for a host beyond loopback without a token, or without ``tls`` unless
+    ``insecure`` allows it.
     """
     tokens = Tokens(generation=token, control=control_token)
+    if not isinstance(tls, ServerTls | None):
+        raise ConfigError(f"tls must be a ServerTls(cert=..., key=...), or None, got {tls!r:.80}")
+    if not isinstance(insecure, bool):
+        raise ConfigError(f"insecure must be True or False, got {insecure!r:.80}")
+    if type(max_body_bytes) is not int or max_body_bytes < 1:
+        raise ConfigError(f"max_body_bytes must be 1 or more, got {max_body_bytes!r:.80}")
     tokens.check_host(host, tls=tls is not None, insecure=insecure)
-    largest = max(max_body_bytes, 2 * CHUNK)  # a message of weights is a chunk
+    # A message of weights is a chunk; gRPC counts in 32 bits.
+    largest = min(max(max_body_bytes, 2 * CHUNK), (1 << 31) - 1)
     FORKS.check()
     server = grpc.aio.server(
         interceptors=[TokenInterceptor(tokens), ProtocolInterceptor(), MessageInterceptor()],

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout.config import DEFAULT_BUCKET_BYTES, DEFAULT_TIMEOUT, timeout_problem
 from rollout.errors import ConfigError
+from rollout.weight_sync.protocol.label import check_label
 from rollout.weight_sync.protocol.messages import (
     IN_FLIGHT,
     MAX_BUCKET_BYTES,
@@ -16,7 +17,9 @@ from rollout.weight_sync.protocol.messages import (
     PIN_FALLBACKS,
     STAGING,
 )
+from rollout.weight_sync.protocol.version_number import MAX_VERSION
 from rollout.weight_sync.transports.base import Transport
+from rollout.wire.codec import MAX_INT
 
 ENCODINGS = ("auto", "full", "delta", "delta-zstd")
 _CHOICES = {
@@ -143,10 +146,14 @@ class UpdateOptions:
         for name in ("label", "update_id"):
             if not isinstance(text := getattr(self, name), str | None):
                 raise ConfigError(f"{name} must be a text, got {text!r:.80}")
+        if self.label is not None:
+            check_label(self.label)
         if not isinstance(self.partial, bool):
             raise ConfigError(f"partial must be True or False, got {self.partial!r:.80}")
         if self.version is not None and (type(self.version) is not int or self.version < 0):
             raise ConfigError(f"version must be an integer of at least 0, got {self.version!r:.80}")
+        if self.version is not None and self.version > MAX_VERSION:
+            raise ConfigError(f"version must be at most {MAX_VERSION}, got {self.version!r:.80}")
         if problem := timeout_problem(self.timeout):
             raise ConfigError(f"timeout {problem}")
         self._check_pin()
@@ -157,7 +164,7 @@ class UpdateOptions:
         if self.max_stall is not None and (problem := timeout_problem(self.max_stall)):
             raise ConfigError(f"max_stall {problem}")
         memory = self.max_extra_memory
-        if memory is not None and (type(memory) is not int or memory < 0):
+        if memory is not None and (type(memory) is not int or not 0 <= memory <= MAX_INT):
             raise ConfigError(f"max_extra_memory must be a number of bytes, got {memory!r:.80}")
 
     def _check_pin(self) -> None:
