@@ -93,6 +93,15 @@ def test_fp8_weights_with_missing_or_misshapen_scales_are_named(tmp_path):
         open_checkpoint(str(tmp_path))
 
 
+def test_int8_of_bitsandbytes_is_named_as_what_it_is(tmp_path):
+    codes, scales = torch.ones(8, 4, dtype=torch.int8), torch.ones(8)
+    tensors = {NAME: codes, NAME.replace("weight", "SCB"): scales}
+    for packed in ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None):
+        write(tmp_path, tensors, packed)
+        with pytest.raises(ConfigError, match=r"is bitsandbytes' int8.*use an unquantised"):
+            open_checkpoint(str(tmp_path))
+
+
 def test_an_fp8_release_starts_and_updates_as_its_dequantised_weights(tmp_path):
     wanted = write_release(tmp_path, "qwen3_moe", size=16)
     config = ModelConfig.from_directory(tmp_path)

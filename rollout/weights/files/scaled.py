@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 WEIGHT = ".weight"
 SCALES = ("_scale_inv", "_scale")  # either is what values are multiplied by
+BITSANDBYTES = ".SCB"  # its scales
 SCALE_DTYPES = CASTABLE | {torch.float8_e8m0fnu}
 BLOCK = (128, 128)  # where no config.json says
 Block = tuple[int, int]
@@ -124,6 +125,11 @@ class ScaledFiles:
             return found.name, grid
         else:
             found = None
+        if found is None and (theirs := name.removesuffix(WEIGHT) + BITSANDBYTES) in held:
+            raise ConfigError(
+                f"{name} is bitsandbytes' int8, scaled by {theirs}, which is not supported: use an "
+                "unquantised checkpoint"
+            )
         wanted = "one scale, or one a row"
         block = self._blocks[-1]
         if block is not None:
