@@ -77,6 +77,22 @@ def _as_list(value: Any) -> str:
     return ": send its tolist()"
 
 
+def check_scored(prompts: Any) -> None:
+    """``InvalidRequest`` for what is no list of prompts."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            "prompts must be a list of texts or of lists of token ids, got "
+            f"{type(prompts).__name__}: wrap one text as [text], use .tolist() on an array"
+        )
+
+
+def check_vectors(normalize: Any, dimensions: Any) -> None:
+    """``InvalidRequest`` for what embeddings cannot be made like."""
+    as_flag(normalize, "normalize")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise InvalidRequest(f"dimensions must be 1 or more, got {dimensions!r:.80}")
+
+
 def as_completions(completions: Any) -> list[list[int]] | None:
     """One list of token ids per entry."""
     if completions is None:

@@ -18,11 +18,12 @@ from rollout.api.arguments import (
     as_conversation,
     as_conversations,
     as_experts,
-    as_flag,
     as_ids,
     as_params,
     as_prompts,
     as_texts,
+    check_scored,
+    check_vectors,
     one_of,
 )
 from rollout.api.backend import Backend, Outputs
@@ -127,9 +128,7 @@ class GenerationVerbs(ABC):
         adapter the model runs with. Prompts are given as for ``generate`` and run in the same
         steps. ``RequestAborted`` if one was aborted, ``EngineError`` if the weights give NaN.
         """
-        if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
-            raise InvalidRequest(f"dimensions must be 1 or more, got {dimensions!r:.80}")
-        as_flag(normalize, "normalize")
+        check_vectors(normalize, dimensions)
         params = replace(embed_params(pooling), adapter=adapter)
         outputs = await self.generate(prompts, params, request_ids=request_ids)
         return [
@@ -196,11 +195,7 @@ class GenerationVerbs(ABC):
         give NaN.
         """
         await self.start()
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise InvalidRequest(
-                "prompts must be a list of texts or of lists of token ids, got "
-                f"{type(prompts).__name__}: wrap one text as [text], use .tolist() on an array"
-            )
+        check_scored(prompts)
         each = as_prompts(prompts, self.backend.max_model_len, score_params(0, 0, 1.0))
         rows, starts = scored_rows(await self._ids_of(each), as_completions(completions), last_n)
         params = [

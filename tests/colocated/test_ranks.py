@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from serving import alive
 from tiny_models import write_tiny
 from trainer_processes import Job
 
-from rollout import ConfigError, InvalidRequest, Rollout, SamplingParams
+from rollout import ConfigError, EngineClosed, InvalidRequest, Rollout, SamplingParams
 from rollout.api.colocated.rank_sources import Drained
 
 SCRIPT = Path(__file__).with_name("ranks_job.py")
@@ -198,6 +199,46 @@ def test_one_process_alone_is_an_engine_of_one_rank(paths: tuple[str, str]) -> N
         Rollout.from_ranks(paths[0], tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"Rollout\.from_ranks"):
         Rollout(paths[0], executor="external")
+
+
+def test_what_a_rank_passes_wrongly_is_named(paths: tuple[str, str]) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64}
+    for seconds in (None, "x", -1, float("nan")):
+        with pytest.raises(ConfigError, match="meet_timeout must be a number of seconds"):
+            Rollout.from_ranks(paths[0], meet_timeout=seconds, **settings)  # type: ignore[arg-type]
+    with Rollout.from_ranks(paths[0], **settings) as colocated:
+        given: Any = colocated  # of wrong types, on purpose
+        for verb, words in (
+            (lambda: given.generate([1, 2], timeout="x"), "timeout must be a number of seconds"),
+            (lambda: given.generate([1, 2], max_tokens=1), "generate takes no 'max_tokens'"),
+            (lambda: given.rollback(None), "timeout must be a number of seconds"),
+            (lambda: given.sleep(1, timeout=[]), "timeout must be a number of seconds"),
+            (lambda: given.wake_up(timeout=0), "timeout must be a number of seconds"),
+            (lambda: given.embed([1, 2], normalize="no"), "normalize must be True or False"),
+            (lambda: given.embed([1, 2], dimensions=True), "dimensions must be 1 or more"),
+            (lambda: given.score(None), "prompts must be a list"),
+            (lambda: given.score([[1, 2], 3]), "prompt 1 is neither"),
+            (lambda: given.reset_prefix_cache(now=True), "reset_prefix_cache takes no 'now'"),
+        ):
+            with pytest.raises(InvalidRequest, match=words):
+                verb()
+        assert colocated.generate([PROMPTS[0]], SAMPLED)[0].finished
+    with pytest.raises(EngineClosed, match="was shut down"), colocated:
+        pass
+
+
+@pytest.mark.parametrize("group", ["x", 1, {}, [0]])
+def test_a_group_that_is_none_is_named(paths: tuple[str, str], tmp_path: Path, group: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/met", rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=r"group must be one of torch\.distributed"):
+            Rollout.from_ranks(paths[0], group, device="cpu")
+        with Rollout.from_ranks(
+            paths[0], dist.group.WORLD, device="cpu", num_threads=1, num_kv_blocks=64
+        ) as colocated:
+            assert colocated.generate([PROMPTS[0]], SAMPLED)[0].finished
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_reward_model_on_the_ranks_gives_its_rewards(tmp_path: Path) -> None:

@@ -40,12 +40,15 @@ class RankCalls:
         """Whether this is a copy in a forked process, whose parent goes on with the calls."""
         return os.getpid() != self._process
 
-    def agree(self, verb: str, said: Any) -> None:
-        """All ranks are here, at the same call with the same arguments; else none goes on."""
+    def check_open(self) -> None:
         if self.is_closed:
             raise EngineClosed("this rollout was shut down; make a new one with Rollout.from_ranks")
         if self.is_forked:
             raise EngineClosed(FORKED)
+
+    def agree(self, verb: str, said: Any) -> None:
+        """All ranks are here, at the same call with the same arguments; else none goes on."""
+        self.check_open()
         if len(self._ranks) == 1:
             return
         mark = hashlib.sha256(json.dumps([verb, said], default=repr).encode()).hexdigest()

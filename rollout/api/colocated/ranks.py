@@ -20,13 +20,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from rollout.api.arguments import Params, Prompts, are_conversations, as_completions
+from rollout.api.arguments import (
+    Params,
+    Prompts,
+    are_conversations,
+    as_completions,
+    as_prompts,
+    check_scored,
+    check_vectors,
+)
 from rollout.api.async_rollout import AsyncRollout
 from rollout.api.backend import Backend
 from rollout.api.colocated.rank_calls import RankCalls
 from rollout.api.colocated.rank_sources import Drained, looked_at
 from rollout.api.weight_verbs import WeightVerbs
-from rollout.config import DEFAULT_TIMEOUT, EngineConfig
+from rollout.config import DEFAULT_TIMEOUT, EngineConfig, check_timeout, timeout_problem
 from rollout.distributed import choose_device
 from rollout.errors import (
     ConfigError,
@@ -52,6 +60,7 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.rank_rendezvous import meet, met_at
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.host import host_id
+from rollout.wire.spellings import VERBS, explains_arguments
 
 if TYPE_CHECKING:
     from rollout.engine.executors.external import RankHost
@@ -64,6 +73,7 @@ _END_WAIT = 5.0
 _SHARED, _STREAM, _WHOLE = "what ranks hold together", "an iterator", "whole weights"
 
 
+@explains_arguments(VERBS, InvalidRequest)
 class ColocatedRollout:
     """A rollout engine inside a trainer's ranks; made by ``Rollout.from_ranks`` on each of them.
 
@@ -84,6 +94,8 @@ class ColocatedRollout:
         **engine_config: Any,
     ) -> None:
         """``over``: what makes the first rank's ``Rollout``."""
+        if problem := timeout_problem(meet_timeout):
+            raise ConfigError(f"meet_timeout {problem}")
         self.ranks, self._me = _ranks_of(group)
         size = len(self.ranks)
         given = engine_config.setdefault("tensor_parallel_size", size)
@@ -146,6 +158,7 @@ class ColocatedRollout:
         """As ``Rollout.embed``: the same vectors on every rank."""
 
         def act() -> list[RequestOutput]:
+            check_vectors(normalize, dimensions)
             return self._generated(lambda r: r.generate(prompts, embed_params(pooling)), timeout)
 
         said = [prompts, pooling, normalize, dimensions]
@@ -186,7 +199,10 @@ class ColocatedRollout:
         """As ``Rollout.score``, of prompts that are lists of ids: the same on every rank."""
 
         def act() -> list[RequestOutput]:
-            rows, starts = scored_rows(prompts, as_completions(completions), last_n)
+            check_scored(prompts)
+            room = self.engine._async.backend.max_model_len
+            each: Any = as_prompts(prompts, room, score_params(0, 0, 1.0))
+            rows, starts = scored_rows(each, as_completions(completions), last_n)
             params = [score_params(top_logprobs, start, temperature) for start in starts]
             return self._generated(lambda r: r.generate(rows, params), timeout)
 
@@ -252,6 +268,7 @@ class ColocatedRollout:
     def rollback(self, timeout: float = DEFAULT_TIMEOUT) -> UpdateReceipt:
         """Serve the version before the last commit again, under a new number."""
         self._calls.agree("rollback", timeout)
+        check_timeout(timeout)
         act = lambda: self._weights.rollback(timeout)  # noqa: E731
         return self._calls.noun("rollback", act, 4 * timeout, UpdateReceipt)
 
@@ -260,12 +277,14 @@ class ColocatedRollout:
     def sleep(self, level: int = 1, mode: str = "keep", timeout: float = DEFAULT_TIMEOUT) -> None:
         """Free memory on every rank for the trainer's step, as ``Rollout.sleep`` does."""
         self._calls.agree("sleep", [level, mode, timeout])
+        check_timeout(timeout)
         act = lambda: self.engine.sleep(level, mode, timeout)  # noqa: E731
         self._calls.first_does("sleep", act, 2 * timeout if mode == "wait" else timeout)
 
     def wake_up(self, tags: Sequence[str] | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Take it back: "weights", "kv_cache", or None for both; as ``Rollout.wake_up``."""
         self._calls.agree("wake_up", [tags, timeout])
+        check_timeout(timeout)
         self._calls.first_does("wake_up", lambda: self.engine.wake_up(tags, timeout), timeout)
 
     def reset_prefix_cache(self) -> None:
@@ -287,6 +306,7 @@ class ColocatedRollout:
             self._close()
 
     def __enter__(self) -> Self:
+        self._calls.check_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -370,7 +390,7 @@ class ColocatedRollout:
         self, verb: str, said: Any, act: Callable[[], list[RequestOutput]], timeout: float
     ) -> list[RequestOutput]:
         self._calls.agree(verb, said)
-        return self._calls.outputs(verb, act, timeout)
+        return self._calls.outputs(verb, act, check_timeout(timeout))
 
     def _generated(self, verb: Callable[[Any], Any], timeout: float) -> list[RequestOutput]:
         """A verb of the first rank's engine, which is aborted after ``timeout`` seconds."""
@@ -411,8 +431,13 @@ def _ranks_of(group: Any) -> tuple[tuple[int, ...], int]:
         if group is not None:
             raise ConfigError("from_ranks has a group, but torch.distributed is not initialised")
         return (0,), 0
-    if hasattr(group, "get_group"):  # a device mesh
+    if getattr(group, "ndim", None) == 1 and hasattr(group, "get_group"):  # a device mesh
         group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise ConfigError(
+            "group must be one of torch.distributed, a device mesh of one dimension, or None for "
+            f"all ranks, got {group!r:.80}"
+        )
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     here = dist.get_rank()
     if here not in ranks:
