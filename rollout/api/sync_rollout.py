@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import update_wrapper
@@ -114,11 +115,11 @@ class Rollout:
     def _begin(self, make: Callable[[], AsyncRollout]) -> None:
         self._async = make()
         self._loop = LoopThread()
-        self._end = weakref.finalize(self, _shut_down, self._async, self._loop)
+        self._end = weakref.finalize(self, _collected, self._async, self._loop)
         try:
             self._loop.run(self._async.start())
         except BaseException:
-            self._end()
+            self.shutdown()
             raise
         # Before what its threads have registered: an engine that nobody closed ends in order.
         atexit.register(self._end)
@@ -203,7 +204,8 @@ class Rollout:
         """End the server, the engine and its processes; a connected one only disconnects. In a
         forked process it ends nothing: all of it is its parent's.
         """
-        self._end()
+        if self._end.detach() is not None:
+            _shut_down(self._async, self._loop)
         atexit.unregister(self._end)
 
     def __reduce__(self) -> NoReturn:
@@ -220,6 +222,16 @@ class Rollout:
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+
+def _collected(rollout: AsyncRollout, loop: LoopThread) -> None:
+    """Nobody has it any more, or the interpreter ends. Garbage of a cycle is found in any thread,
+    one that its end would wait for among them.
+    """
+    if threading.current_thread() is threading.main_thread():
+        _shut_down(rollout, loop)
+    else:
+        threading.Thread(target=_shut_down, args=(rollout, loop), name="rollout-end").start()
 
 
 def _shut_down(rollout: AsyncRollout, loop: LoopThread) -> None:

@@ -9,7 +9,9 @@ import gc
 import pickle
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from api.conftest import ENGINE
+from shared_engines import eventually
 
 from rollout import AsyncRollout, RequestOutput, Rollout, SamplingParams
 from rollout.api.loop_thread import LoopThread
@@ -90,6 +93,37 @@ async def test_no_verb_of_what_was_shut_down_reaches_an_engine(
                 await verb
         assert await closed.state() == "closed"
     assert engine.metrics().state == "running"
+
+
+@pytest.mark.parametrize("thread", ["loop", "call", "engine"])
+def test_garbage_that_is_found_in_a_thread_of_its_own_ends_all_the_same(
+    bare_checkpoint: str, thread: str
+) -> None:
+    """As in a server that is dropped in a cycle: its own threads are those that go on."""
+    gc.collect()
+    gc.disable()  # until that thread looks
+    try:
+        rollout: Any = Rollout(bare_checkpoint, **ENGINE)
+        assert rollout.address
+        rollout.held = rollout  # a cycle
+        core, loop, dropped = rollout._async.backend.core, rollout._loop, threading.Event()
+
+        def collect() -> None:
+            dropped.wait()
+            gc.collect()
+
+        if thread == "loop":
+            loop._loop.call_soon_threadsafe(collect)
+        elif thread == "call":
+            loop._pool.submit(collect)
+        else:
+            core.at_step_boundary(collect)
+        left, owner = weakref.ref(rollout), loop._thread
+        del rollout, loop
+        dropped.set()
+        eventually(lambda: left() is None and core.state == "closed" and not owner.is_alive())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
