@@ -218,10 +218,6 @@ class AsyncRollout(GenerationVerbs):
         """
         as_flag(reset_running_requests, "reset_running_requests")
         await self.start()
-        if not isinstance(reset_running_requests, bool):
-            raise InvalidRequest(
-                f"reset_running_requests must be True or False, got {reset_running_requests!r:.80}"
-            )
         await self.backend.reset_prefix_cache(reset_running_requests)
 
     async def metrics(self) -> EngineStats:
