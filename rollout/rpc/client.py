@@ -196,8 +196,7 @@ class RolloutClient:
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Abort these requests, or all; returns how many were running or waiting."""
-        with _on_the_wire("a request id"):
-            request = pb.AbortRequest(request_ids=request_ids or (), all=request_ids is None)
+        request = pb.AbortRequest(request_ids=request_ids or (), all=request_ids is None)
         return int((await self._call(GenerationStub, "Abort", request)).count)
 
     def end_calls(self, error: EngineError) -> None:

@@ -81,7 +81,7 @@ def test_text_is_tokenised_where_the_model_is(face):
 
 
 def test_what_has_no_form_on_the_wire_is_named(client):
-    with pytest.raises(InvalidRequest, match="a request id is not Unicode text"):
+    with pytest.raises(InvalidRequest, match="request_ids must be a text"):
         client.abort("\ud800")
     with pytest.raises(InvalidRequest, match="server_path is not Unicode text"):
         client.update_weights(server_path="\udcff")

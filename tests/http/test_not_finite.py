@@ -135,7 +135,8 @@ async def test_sglangs_clients_get_an_error_where_they_would_ask_for_the_rest_fo
     """AReaL and slime's partial rollouts send what "abort" left unfinished again."""
 
     async def post(**body: Any) -> httpx.Response:
-        return await http.post("/generate", json={"sampling_params": {"max_new_tokens": 3}, **body})
+        params = {"max_new_tokens": 3, "ignore_eos": True}
+        return await http.post("/generate", json={"sampling_params": params, **body})
 
     alone = await post(input_ids=[5, BAD])
     assert (alone.status_code, alone.json()["error"]["type"]) == (500, "EngineError")
