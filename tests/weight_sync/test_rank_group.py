@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import subprocess
 import sys
 import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Any
 
 import pytest
 from free_ports import free_port
 
 from rollout.distributed import local_address
-from rollout.errors import TransferFailed
+from rollout.errors import DeadlineExceeded, TransferFailed
+from rollout.weight_sync.trainer import rank_rendezvous
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.star import Star
 from rollout.wire import frames
@@ -58,6 +64,29 @@ def test_who_left_is_named_wherever_in_a_frame_it_left(sent: int) -> None:
     far.close()
     with near, pytest.raises(TransferFailed, match="trainer rank 7 is gone, at 'digests'"):
         Star((5, 7), {1: near}).receive(1, 10, "digests")
+
+
+def test_a_meeting_that_failed_keeps_no_connection_to_the_store() -> None:
+    class Empty:
+        def wait(self, *_: Any) -> None:
+            raise RuntimeError("timeout")
+
+        def check(self, _: Any) -> bool:
+            return False
+
+    def meets(store: Empty) -> None:
+        with suppress(DeadlineExceeded):
+            rank_rendezvous._gather_peers(store, "127.0.0.1", (0, 1, 2), time.monotonic())
+
+    store = Empty()
+    kept = weakref.ref(store)
+    gc.disable()
+    try:
+        meets(store)
+        del store
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 RANK = """

@@ -108,13 +108,15 @@ def _hellos(store: Any, ranks: tuple[int, ...], deadline: float) -> list[tuple[s
     missing = [str(ranks[index]) for index, said in found.items() if said is None]
     if not missing:
         return come
-    error = DeadlineExceeded(
+    message = (
         f"trainer rank {some(missing)} did not come to the update within the timeout (phase "
         "'meet'); every rank of a distributed source must call update_weights"
     )
+    # No name for what is raised: with its traceback it would keep the store's connection.
+    answer = json.dumps({"error": errors.to_wire(DeadlineExceeded(message))})
     for nonce, _ in come:
-        store.set(f"answer/{nonce}", json.dumps({"error": errors.to_wire(error)}))
-    raise error
+        store.set(f"answer/{nonce}", answer)
+    raise DeadlineExceeded(message)
 
 
 def _accept(
