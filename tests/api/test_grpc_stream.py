@@ -16,7 +16,13 @@ import torch
 from proxies import Proxy
 
 from rollout import Rollout
-from rollout.errors import ConfigError, TransferFailed, UpdateInProgress, VersionConflict
+from rollout.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    TransferFailed,
+    UpdateInProgress,
+    VersionConflict,
+)
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import document
 from rollout.rpc.client import RolloutClient
@@ -447,6 +453,45 @@ def test_auto_waits_once_for_a_group_that_a_firewall_keeps_apart(engine, other_w
     assert len(told) == 1
     assert "for 600 s not by broadcast" in told[0]
     assert "transport='grpc_stream' needs the engine's port alone" in told[0]
+    client.close()
+
+
+class Slow(Far):
+    """A service whose first begin is not answered in time, as where a long step is under way."""
+
+    local_address = "127.0.0.1"
+    begun = 0
+
+    def __init__(self, client):
+        super().__init__(client)
+        self.open = self._open
+
+    def _open(self):
+        channel = self._client.open()
+        begin = channel.begin
+
+        def late(request):
+            Slow.begun += 1
+            if Slow.begun == 1:
+                raise DeadlineExceeded("no answer within 4 s (phase: begun)")
+            return begin(request)
+
+        channel.begin = late
+        return channel
+
+
+def test_auto_passes_over_no_way_because_the_engine_was_slow_once(engine, other_weights, caplog):
+    client, plans = RolloutClient(engine.address), PlanCache()
+    Slow.begun = 0
+    found = [
+        publish(
+            other_weights, connect=lambda: Slow(client), plans=plans,
+            options=UpdateOptions(timeout=20.0),
+        ).transport
+        for _ in range(2)
+    ]  # fmt: skip
+    assert found == ["grpc_stream", "broadcast"]
+    assert not [record for record in caplog.records if "did not connect" in record.msg]
     client.close()
 
 

@@ -219,10 +219,10 @@ class Opener:
         # Changes are spread over the trainer's ranks by themselves.
         boxes = encoding.name == "full" or by_boxes(self.options.transport, self.info)
         left = list(ways(self.options.transport, self.info, self.layout if boxes else None))
-        left, late = self._without_late(left), {}
+        left, late = self._without_late(left), dict[str, str]()
         while True:
             try:
-                session = self._try(left[0], encoding, metadata, source)
+                session = self._try(left[0], encoding, metadata, source, late)
             except (VersionConflict, EngineBroken) as error:
                 if encoding.name == "full":
                     raise
@@ -230,15 +230,13 @@ class Opener:
             except (TransferFailed, ConfigError, DeadlineExceeded) as error:
                 if len(left) == 1:
                     raise
-                tried = left.pop(0).transport.name
+                del left[0]
                 left[0] = Way(left[0].transport, f"{left[0].reason}: {error}")
-                if isinstance(error, DeadlineExceeded):
-                    late[tried] = error
             else:
                 self._pass_over(late, session)
                 return session
 
-    def _pass_over(self, late: Mapping[str, Exception], session: UpdateSession) -> None:
+    def _pass_over(self, late: Mapping[str, str], session: UpdateSession) -> None:
         """Have no update wait soon for a way that was not there, as behind a firewall."""
         for tried, error in late.items():
             self.plans.late[tried] = time.monotonic() + _TRY_AGAIN
@@ -260,7 +258,9 @@ class Opener:
         encoding: Encoding,
         metadata: tuple[TensorMeta, ...] | None,
         source: Incoming,
+        late: dict[str, str],
     ) -> UpdateSession:
+        """``late``: is told where the engine took part, and its ranks did not connect in time."""
         options, transport = self.options, way.transport
         shared = self._writes_together(transport, encoding)
         boxes = self.layout if transport.senders == "all" or shared else None
@@ -300,7 +300,12 @@ class Opener:
             buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
             if boxes is None:  # else every trainer rank connects, after it has been told where
-                buckets.connect()
+                try:
+                    buckets.connect()
+                except DeadlineExceeded as error:
+                    if sender.bytes_go == "group":  # no wall stands in the way to memory
+                        late[transport.name] = str(error)
+                    raise
             undo.pop_all()
         return UpdateSession(
             plan, request, way, channel, sender, buckets, self.stats, options, self.connect,
