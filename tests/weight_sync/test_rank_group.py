@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from free_ports import free_port
 
 from rollout.distributed import local_address
-from rollout.errors import DeadlineExceeded, TransferFailed
+from rollout.errors import DeadlineExceeded, TransferFailed, VersionConflict
 from rollout.weight_sync.trainer import rank_rendezvous
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.star import Star
@@ -64,6 +65,24 @@ def test_who_left_is_named_wherever_in_a_frame_it_left(sent: int) -> None:
     far.close()
     with near, pytest.raises(TransferFailed, match="trainer rank 7 is gone, at 'digests'"):
         Star((5, 7), {1: near}).receive(1, 10, "digests")
+
+
+def test_a_rank_elsewhere_is_told_so_where_the_first_one_fails_alone() -> None:
+    first, other = groups(2)
+
+    def fails() -> None:
+        raise VersionConflict("version 3 is live")
+
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(other.vote, None, 10, "bucket")
+        with pytest.raises(VersionConflict, match="version 3 is live"):
+            first.first_does(fails, 10, "begin", lambda _: {}, lambda _: None)
+        with pytest.raises(
+            TransferFailed, match="rank 1 is at 'bucket' while rank 0 is at 'begin'"
+        ):
+            heard.result(30)
+    assert first.is_closed
+    assert other.is_closed
 
 
 def test_a_meeting_that_failed_keeps_no_connection_to_the_store() -> None:

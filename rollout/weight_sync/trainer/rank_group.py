@@ -116,7 +116,10 @@ class RankGroup:
         reply = self._star.receive(0, timeout + min(1.0, timeout / 4), phase)[0]
         if reply.get("error"):
             raise errors.from_wire(reply["error"])
-        return list(reply["all"])
+        found = list(reply["all"])
+        if reply["phase"] != phase and "obj" in found[0]:  # it was decided without this member
+            raise self._apart(self.rank, phase, reply["phase"])
+        return found
 
     def broadcast(
         self,
@@ -213,10 +216,7 @@ class RankGroup:
         if header.get("error"):
             raise errors.from_wire(header["error"])
         if header.get("phase") != phase or "data" not in tensors:
-            raise TransferFailed(
-                f"trainer rank {self.ranks[index]} is at {header.get('phase')!r} while rank "
-                f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
-            )
+            raise self._apart(index, header.get("phase"), phase)
         return header["rows"], tensors["data"]
 
     def vote(
@@ -356,7 +356,10 @@ class RankGroup:
         there = frame.get("phase")
         if isinstance(status, dict) and (there == phase or known or status.get("error")):
             return status
-        raise TransferFailed(
+        raise self._apart(index, there, phase)
+
+    def _apart(self, index: int, there: Any, phase: Any) -> TransferFailed:
+        return TransferFailed(
             f"trainer rank {self.ranks[index]} is at {there!r} while rank "
             f"{self.ranks[0]} is at {phase!r}: their sources are not in lockstep"
         )
