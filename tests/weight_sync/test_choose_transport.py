@@ -23,16 +23,18 @@ def test_nccl_needs_devices_on_both_sides(device: str, cuda_here: bool, backend:
 
 
 @pytest.mark.parametrize(
-    ("first_at", "reached_by", "expected"),
+    ("hosts", "first_at", "reached_by", "expected"),
     [
-        ("10.1.2.3", "127.0.0.1", "10.1.2.3"),
-        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
-        ("10.1.2.3", "10.9.9.9", "10.9.9.9"),
+        (("a", "b"), "10.1.2.3", "127.0.0.1", "10.1.2.3"),
+        (("a", "a"), "10.1.2.3", "127.0.0.1", "127.0.0.1"),  # nothing listens for other hosts
+        (("a", "b"), "10.1.2.3", "10.9.9.9", "10.9.9.9"),
     ],
 )
-def test_ranks_of_several_hosts_meet_where_all_of_them_can(first_at, reached_by, expected) -> None:
+def test_ranks_of_several_hosts_meet_where_all_of_them_can(
+    hosts, first_at, reached_by, expected
+) -> None:
     """An engine within the first rank, or reached by loopback, knows no address for the others."""
-    layout = ShardLayout(None, first_at=first_at)
+    layout = ShardLayout(None, hosts=hosts, first_at=first_at)
     assert session.meeting_host(reached_by, layout) == expected
     assert session.meeting_host(reached_by, None) == reached_by
 

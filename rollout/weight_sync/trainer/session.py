@@ -185,7 +185,7 @@ def meeting_host(local_address: str, boxes: ShardLayout | None) -> str:
     ``local_address``: the one seen by the engine. An engine in this process, or one reached by
     loopback, says nothing about other hosts.
     """
-    if boxes is None or not ip_address(local_address).is_loopback:
+    if boxes is None or boxes.num_hosts == 1 or not ip_address(local_address).is_loopback:
         return local_address
     return boxes.first_at
 
