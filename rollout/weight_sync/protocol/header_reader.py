@@ -19,11 +19,11 @@ class HeaderReader:
 
     Where tensors are read in place, the next update's entries are mostly the text that they were,
     of hundreds of tensors: they are then the same object, and neither parsed nor checked again.
+    Threads may share it.
     """
 
     def __init__(self) -> None:
         self._last: dict[bytes, tuple[bytes, tuple[BucketEntry, ...]]] = {}  # by index
-        self._kept = 0
 
     def read(self, text: bytes) -> BucketHeader:
         """Raises ``TransferFailed`` where the text is no header."""
@@ -38,12 +38,8 @@ class HeaderReader:
             return replace(from_plain(BucketHeader, {**plain, "entries": []}), entries=last[1])
         header = from_plain(BucketHeader, parsed(text))
         if header.is_in_place:
-            self._keep(index, entries, header)
+            kept = sum(len(one) for one, _ in list(self._last.values()))
+            if kept + len(entries) > MAX_KEPT:  # more than a trainer's, or another one's
+                self._last = {}
+            self._last[index] = entries, header.entries
         return header
-
-    def _keep(self, index: bytes, entries: bytes, header: BucketHeader) -> None:
-        last = self._last.pop(index, None)
-        self._kept += len(entries) - (0 if last is None else len(last[0]))
-        if self._kept > MAX_KEPT:  # no trainer's, or another one's
-            self._last, self._kept = {}, len(entries)
-        self._last[index] = entries, header.entries
