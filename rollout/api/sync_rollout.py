@@ -226,12 +226,14 @@ class Rollout:
 
 def _collected(rollout: AsyncRollout, loop: LoopThread) -> None:
     """Nobody has it any more, or the interpreter ends. Garbage of a cycle is found in any thread,
-    one that its end would wait for among them.
+    one that its end would wait for among them: all of those are called so.
     """
-    if threading.current_thread() is threading.main_thread():
+    if not threading.current_thread().name.startswith("rollout-"):
         _shut_down(rollout, loop)
-    else:
-        threading.Thread(target=_shut_down, args=(rollout, loop), name="rollout-end").start()
+    else:  # the interpreter waits for that, too
+        end = threading.Thread(target=_shut_down, args=(rollout, loop), name="rollout-end")
+        end.daemon = False
+        end.start()
 
 
 def _shut_down(rollout: AsyncRollout, loop: LoopThread) -> None:

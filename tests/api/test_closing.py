@@ -126,6 +126,67 @@ def test_garbage_that_is_found_in_a_thread_of_its_own_ends_all_the_same(
         gc.enable()
 
 
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_what_a_users_thread_drops_has_ended_when_the_thread_goes_on(
+    bare_checkpoint: str, cyclic: bool
+) -> None:
+    """Its memory and its port are free for the next one."""
+
+    def work() -> list[str]:
+        rollout: Any = Rollout(bare_checkpoint, **ENGINE)
+        assert rollout.address
+        core = rollout._async.backend.core
+        if cyclic:
+            rollout.held = rollout
+        del rollout
+        gc.collect()
+        return [core.state]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == ["closed"]
+
+
+def test_the_interpreter_waits_for_the_end_of_garbage(bare_checkpoint: str) -> None:
+    """That a thread of its own found as the main one came to its end."""
+    ended = subprocess.run(
+        [sys.executable, "-c", GARBAGE_AT_THE_END, bare_checkpoint],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert ended.stdout.split() == ["last", "closed"]
+
+
+GARBAGE_AT_THE_END = """
+import gc, sys, threading, time
+from rollout import Rollout
+from rollout.api import sync_rollout
+
+def shut_down(rollout, loop, real=sync_rollout._shut_down):
+    leaving.wait()
+    time.sleep(0.5)
+    real(rollout, loop)
+    print(rollout.backend.core.state, flush=True)
+
+def collect():
+    dropped.wait()
+    gc.collect()
+    found.set()
+
+sync_rollout._shut_down = shut_down
+gc.disable()
+leaving, dropped, found = (threading.Event() for _ in range(3))
+rollout = Rollout(
+    sys.argv[1], device="cpu", num_threads=1, num_kv_blocks=128, max_model_len=512
+)
+rollout.held = rollout
+rollout._loop._loop.call_soon_threadsafe(collect)
+del rollout
+dropped.set()
+found.wait()
+print("last", flush=True)
+leaving.set()
+"""
+
+
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_what_is_sent_to_another_process_is_its_address(engine: Rollout, copied: Any) -> None:
     with Rollout.connect(engine.address) as client:
