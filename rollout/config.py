@@ -13,7 +13,7 @@ from rollout.wire.spellings import EMBEDDED, Spellings, explains_names, near
 
 DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
 MAX_TIMEOUT = 86400.0  # seconds; the longest wait that anybody may ask for: a day
-MAX_INTEGER = 1 << 53  # of a setting: exact in every JSON reader
+MAX_INTEGER = (1 << 63) - 1  # of a setting: sys.maxsize, which some write for no bound
 DEFAULT_BUCKET_BYTES = 64 << 20
 _COMPONENT = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 

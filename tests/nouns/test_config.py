@@ -1,6 +1,7 @@
 """Settings refuse what they do not know, and say what was probably meant."""
 
 import re
+import sys
 import tracemalloc
 from dataclasses import fields
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_every_spelling_of_others_leads_to_a_field_of_ours() -> None:
         {"num_threads": True},
         {"num_threads": 1025},
         {"kv_cache_bytes": 10**400},
-        {"max_adapters": (1 << 53) + 1},
+        {"max_adapters": 1 << 63},
         {"journal": "a\0b"},
         {"chat_template": "\ud800"},
         {"tokenizer": 3},
@@ -228,6 +229,11 @@ def test_off_values_of_other_engines_mean_off() -> None:
 def test_a_path_is_a_model_and_a_tokenizer() -> None:
     config = EngineConfig(model=Path("a/b"), tokenizer=Path("c"))  # type: ignore[arg-type]
     assert (config.model, config.tokenizer) == ("a/b", "c")
+
+
+@pytest.mark.parametrize("name", ["max_queued_requests", "max_num_batched_tokens", "max_staleness"])
+def test_the_largest_size_is_written_for_no_bound(name: str) -> None:
+    assert getattr(EngineConfig(model="m", **{name: sys.maxsize}), name) == sys.maxsize
 
 
 def test_a_name_as_long_as_a_book_is_no_misspelling_and_costs_nothing() -> None:
