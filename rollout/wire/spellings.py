@@ -33,14 +33,14 @@ def near(name: str, known: Iterable[str], alike: float = _ALIKE) -> str | None:
     return plain[min(begun, key=len)] if begun else None
 
 
-_nearest = lru_cache(maxsize=1024)(near)  # requests repeat their names
+_nearest = lru_cache(maxsize=1024)(near)  # requests repeat their names, none as long as a book
 
 
 def asks_by_zero(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
     """Whether ``value`` is a 0 that says something, by the default of what ``name`` is near to."""
     if value != 0 or not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    meant = _nearest(name, tuple(defaults))
+    meant = None if len(name) > _LONGEST else _nearest(name, tuple(defaults))
     return meant is not None and defaults[meant] != 0
 
 

@@ -183,11 +183,13 @@ def test_what_would_change_an_answer_is_refused(
 
 def test_a_body_of_countless_fields_is_refused_unread(http: httpx.Client) -> None:
     many = {f"unknown{number}": 0 for number in range(2000)}
+    halves = [{f"{side}{number}": 0 for number in range(600)} for side in ("one", "other")]
     for path, body in (
         ("/v1/completions", {**OK, **many}),
         ("/v1/chat/completions", {**SAID, **many}),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": many}),
         ("/generate", {"input_ids": [5], "sampling_params": many}),
+        ("/generate", {"input_ids": [[5], [6]], "sampling_params": halves}),
     ):
         reply = http.post(path, json=body)
         assert reply.status_code == 400, reply.text

@@ -13,7 +13,7 @@ from rollout import Rollout
 from rollout.config import EngineConfig
 from rollout.errors import ConfigError, InvalidRequest
 from rollout.generation import Logprobs, SamplingParams
-from rollout.wire.spellings import EMBEDDED, SAMPLING, near
+from rollout.wire.spellings import EMBEDDED, SAMPLING, asks_by_zero, near
 
 
 def test_an_unknown_engine_setting_names_the_nearest_known_one() -> None:
@@ -246,3 +246,10 @@ def test_a_name_as_long_as_a_book_is_no_misspelling_and_costs_nothing() -> None:
         tracemalloc.stop()
     assert found is None
     assert peak < 1 << 16
+
+
+def test_a_name_as_long_as_a_book_is_not_kept() -> None:
+    name = "temperature" * 100_000
+    before = sys.getrefcount(name)
+    assert not asks_by_zero(name, 0, {"temperature": 1.0})
+    assert sys.getrefcount(name) == before

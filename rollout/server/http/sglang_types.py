@@ -110,6 +110,7 @@ class GenerateBody(BaseModel):
         if not prompts or prompts == [[]]:
             raise InvalidRequest("the request has no prompt: text or input_ids must not be empty")
         count = len(prompts)
+        _check_fields(self.sampling_params)
         columns = {
             name: self._each(name, count)
             for name in ("sampling_params", "return_logprob", "logprob_start_len",
@@ -194,9 +195,14 @@ def _ask(
     )  # fmt: skip
 
 
+def _check_fields(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Of all prompts together, each name once: those that are unknown are compared with others."""
+    names = set(given) if isinstance(given, Mapping) else set().union(*given)
+    if len(names) > MAX_FIELDS:
+        raise InvalidRequest(f"sampling_params has {len(names)} fields; at most {MAX_FIELDS}")
+
+
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    if len(given) > MAX_FIELDS:
-        raise InvalidRequest(f"sampling_params has {len(given)} fields; at most {MAX_FIELDS}")
     values: dict[str, Any] = {"max_tokens": MAX_NEW_TOKENS}
     for key, value in given.items():
         if key in _GRAMMARS:
