@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
+
+import numpy as np
 
 from rollout.api.image_inputs import image_prompt
 from rollout.config import check_written
@@ -61,6 +63,7 @@ def as_one_prompt(prompt: Any) -> str | list[int]:
     """A text, or a list of token ids, which may be empty."""
     if isinstance(prompt, str):
         return prompt
+    prompt = list(prompt) if isinstance(prompt, Iterator) else prompt
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
     if not listed or set(map(type, prompt)) - {int}:
         hint = _as_list(prompt) or _as_list(prompt[0] if listed else None)
@@ -178,10 +181,10 @@ def _is_text(given: Any) -> bool:
 
 
 def as_flag(given: Any, what: str) -> bool:
-    """True or False alone: a text such as "false" would count as True."""
-    if not isinstance(given, bool):
+    """True or False alone, numpy's too: a text such as "false" would count as True."""
+    if not isinstance(given, bool | np.bool_):
         raise InvalidRequest(f"{what} must be True or False, got {given!r:.80}")
-    return given
+    return bool(given)
 
 
 def as_path(given: Any, what: str) -> str:

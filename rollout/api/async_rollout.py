@@ -216,9 +216,9 @@ class AsyncRollout(GenerationVerbs):
         """Empty the prefix cache; not needed after an update. ``reset_running_requests``: what
         runs computes its KV again, too; whether generation is paused stays as it is.
         """
-        as_flag(reset_running_requests, "reset_running_requests")
+        running = as_flag(reset_running_requests, "reset_running_requests")
         await self.start()
-        await self.backend.reset_prefix_cache(reset_running_requests)
+        await self.backend.reset_prefix_cache(running)
 
     async def metrics(self) -> EngineStats:
         """A snapshot of the engine's metrics."""

@@ -246,6 +246,12 @@ def test_what_a_session_cannot_take_is_named_and_changes_nothing(engine, verb, g
     assert session.token_ids == []
 
 
+def test_ids_may_come_one_by_one(engine):
+    session = engine.session()
+    session.generate((token for token in (5, 6)), params(1))
+    assert session.token_ids[:2] == [5, 6]
+
+
 def test_what_a_session_is_compared_with_must_be_messages(engine):
     session = engine.session()
     session.chat([USER], params(1))

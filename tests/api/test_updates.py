@@ -151,6 +151,17 @@ def test_what_is_neither_true_nor_false_does_not_count_as_true(engine, tmp_path,
             verb(wrong)
 
 
+def test_flags_of_numpy_are_flags(engine, client):
+    for face in (engine, client):
+        face.reset_prefix_cache(np.True_)
+        plain, scaled = (
+            np.linalg.norm(face.embed([1, 2], normalize=flag)[0].embedding)
+            for flag in np.array([False, True])
+        )
+        assert scaled == pytest.approx(1, abs=1e-3)
+        assert plain != pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.parametrize("wrong", [None, 5, ["a"], ""])
 def test_what_is_unloaded_has_a_name(engine, wrong):
     with pytest.raises(InvalidRequest, match="the name of an adapter must be a text"):
