@@ -218,6 +218,8 @@ def test_what_a_rank_passes_wrongly_is_named(paths: tuple[str, str]) -> None:
             (lambda: given.embed([1, 2], dimensions=True), "dimensions must be 1 or more"),
             (lambda: given.score(None), "prompts must be a list"),
             (lambda: given.score([[1, 2], 3]), "prompt 1 is neither"),
+            (lambda: given.score(["a b"]), "score takes lists of token ids"),
+            (lambda: given.score([{"prompt_token_ids": [1, 2]}]), "score takes lists of token ids"),
             (lambda: given.reset_prefix_cache(now=True), "reset_prefix_cache takes no 'now'"),
         ):
             with pytest.raises(InvalidRequest, match=words):

@@ -202,6 +202,8 @@ class ColocatedRollout:
             check_scored(prompts)
             room = self.engine._async.backend.max_model_len
             each: Any = as_prompts(prompts, room, score_params(0, 0, 1.0))
+            if any(isinstance(one, str) or not isinstance(one, Sequence) for one in each):
+                raise InvalidRequest("score takes lists of token ids here: tokenize texts first")
             rows, starts = scored_rows(each, as_completions(completions), last_n)
             params = [score_params(top_logprobs, start, temperature) for start in starts]
             return self._generated(lambda r: r.generate(rows, params), timeout)
