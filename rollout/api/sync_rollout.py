@@ -119,7 +119,7 @@ class Rollout:
         try:
             self._loop.run(self._async.start())
         except BaseException:
-            self.shutdown()
+            Rollout.shutdown(self)  # a subclass's own is of what has been made
             raise
         # Before what its threads have registered: an engine that nobody closed ends in order.
         atexit.register(self._end)

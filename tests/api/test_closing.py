@@ -23,7 +23,7 @@ from shared_engines import eventually
 
 from rollout import AsyncRollout, RequestOutput, Rollout, SamplingParams
 from rollout.api.loop_thread import LoopThread
-from rollout.errors import EngineClosed, EngineError, SourceFailed
+from rollout.errors import ConfigError, EngineClosed, EngineError, SourceFailed
 
 
 async def test_generations_beside_a_shutdown_all_end(bare_checkpoint: str) -> None:
@@ -124,6 +124,20 @@ def test_garbage_that_is_found_in_a_thread_of_its_own_ends_all_the_same(
         eventually(lambda: left() is None and core.state == "closed" and not owner.is_alive())
     finally:
         gc.enable()
+
+
+def test_a_subclass_that_fails_to_start_says_why() -> None:
+    class Logged(Rollout):
+        def __init__(self, model: str) -> None:
+            super().__init__(model, **ENGINE)
+            self.log = [model]
+
+        def shutdown(self) -> None:
+            self.log.append("ended")
+            super().shutdown()
+
+    with pytest.raises(ConfigError, match="no directory here"):
+        Logged("/nonexistent")
 
 
 @pytest.mark.parametrize("cyclic", [False, True])
