@@ -124,6 +124,15 @@ def test_a_key_that_is_encrypted_is_refused_and_no_passphrase_asked_for(made, tm
     assert "pass phrase" not in capfd.readouterr().err
 
 
+def test_a_key_that_is_short_serves_grpc(tmp_path) -> None:
+    cert, key = str(tmp_path / "short.pem"), str(tmp_path / "short.key")
+    asked = ("-x509", "-newkey", "rsa:1024", "-nodes", "-subj", "/CN=here", "-out", cert)
+    subprocess.run(
+        ["openssl", "req", *asked, "-keyout", key], check=True, capture_output=True, timeout=30
+    )
+    assert ServerTls(cert=cert, key=key, client_ca=cert).credentials() is not None
+
+
 def test_an_authority_may_come_with_comments_and_is_sent_without(made, tmp_path) -> None:
     plain = Path(made("ours-ca.pem")).read_text()
     bundle = tmp_path / "bundle.pem"
