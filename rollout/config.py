@@ -49,7 +49,7 @@ def timeout_problem(seconds: Any) -> str | None:
 def check_written(what: str, text: str) -> None:
     """``ConfigError`` for what no file and no process can be given as a name or an argument."""
     try:
-        written = b"\0" not in os.fsencode(text)
+        written = b"\0" not in text.encode(errors="surrogateescape")  # as names of files are
     except UnicodeEncodeError:
         written = False
     if not written:

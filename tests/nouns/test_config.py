@@ -1,6 +1,8 @@
 """Settings refuse what they do not know, and say what was probably meant."""
 
+import os
 import re
+import subprocess
 import sys
 import tracemalloc
 from dataclasses import fields
@@ -253,3 +255,15 @@ def test_a_name_as_long_as_a_book_is_not_kept() -> None:
     before = sys.getrefcount(name)
     assert not asks_by_zero(name, 0, {"temperature": 1.0})
     assert sys.getrefcount(name) == before
+
+
+def test_a_text_in_any_script_is_a_setting_whatever_the_locale() -> None:
+    script = (
+        "from rollout.config import EngineConfig; EngineConfig(model='m', chat_template='\\u6a21')"
+    )
+    plain = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**plain, **ascii_only}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
