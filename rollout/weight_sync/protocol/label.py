@@ -8,9 +8,10 @@ MAX_LABEL = 4096  # characters
 
 
 def check_label(label: str) -> None:
+    """``ConfigError`` unless it can be sent: half a surrogate pair cannot."""
     try:
-        label.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
-        label = "x" * (MAX_LABEL + 1)
-    if len(label) > MAX_LABEL:
+        fits = len(label) <= MAX_LABEL and label.encode() is not None
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
         raise ConfigError(f"label must be text of at most {MAX_LABEL} characters, in UTF-8")
