@@ -22,6 +22,7 @@ from api.conftest import ENGINE
 from shared_engines import eventually
 
 from rollout import AsyncRollout, RequestOutput, Rollout, SamplingParams
+from rollout.api import loop_thread
 from rollout.api.loop_thread import LoopThread
 from rollout.errors import ConfigError, EngineClosed, EngineError, SourceFailed
 
@@ -335,7 +336,11 @@ def test_a_verb_that_waits_says_that_its_client_is_shut_down(engine: Rollout) ->
             waiting[0].result()
 
 
-def test_calls_that_come_as_the_loop_ends_leave_no_task_and_no_warning(caplog, recwarn) -> None:
+def test_calls_that_come_as_the_loop_ends_leave_no_task_and_no_warning(
+    caplog, recwarn, monkeypatch
+) -> None:
+    monkeypatch.setattr(loop_thread, "_LOOK", 0.05)  # which most of these loops wait for
+
     async def call() -> None: ...
 
     def calls(thread: LoopThread) -> None:
