@@ -47,7 +47,11 @@ def timeout_problem(seconds: Any) -> str | None:
 
 
 def check_written(what: str, text: str) -> None:
-    """``ConfigError`` for what no file and no process can be given as a name or an argument."""
+    """``ConfigError`` for what no file and no process can be given as a name or an argument, and
+    for an empty text: as a path it would be the working directory.
+    """
+    if not text.strip():
+        raise ConfigError(f"{what} is empty: give it a value, or leave it out")
     try:
         written = b"\0" not in text.encode(errors="surrogateescape")  # as names of files are
     except UnicodeEncodeError:
@@ -503,8 +507,6 @@ def _text(name: str, value: Any) -> Any:
                 "start from its checkpoint (save_pretrained), then send it by update_weights"
             )
         raise ConfigError(f"{name} must be a text, got {value!r:.80}")
-    if value is not None and not value.strip():  # as a path it would be the working directory
-        raise ConfigError(f"{name} is empty: give it a value, or leave it out")
     if value is not None:
         check_written(name, value)
     return _DTYPES.get(value, value) if name in ("dtype", "head_dtype") and value else value

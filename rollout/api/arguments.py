@@ -192,8 +192,6 @@ def as_path(given: Any, what: str) -> str:
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str):
         raise ConfigError(f"{what} must be a path, got {given!r:.80}")
-    if not path.strip():
-        raise ConfigError(f"{what} is empty: give it a value, or leave it out")
     check_written(what, path)
     return path
 
