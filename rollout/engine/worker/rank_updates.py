@@ -130,9 +130,11 @@ class RankUpdates:
         """Receive the announced bucket and load it; buckets come in order, none is skipped."""
         update = self._current(args)
         header = args["header"]
-        if not isinstance(header, BucketHeader):
+        if isinstance(header, BucketHeader):
+            header = self._known(header)
+        else:
             header = self._headers.read(header.encode())
-        header = self._known(header.share(self._rank))
+        header = header.share(self._rank)
         with self._dropping_on_error():
             if header.index != update.next_index:
                 raise TransferFailed(
@@ -207,7 +209,9 @@ class RankUpdates:
             update.receiver.close()
 
     def _known(self, header: BucketHeader) -> BucketHeader:
-        """With the entries of the last update's bucket of this index, where they are the same."""
+        """With the entries of the last update's bucket of this index, where they are the same, as
+        the reader of texts has them.
+        """
         if not header.is_in_place:
             return header
         last = self._entries.get(header.index)
