@@ -34,7 +34,6 @@ from rollout.wire.codec import to_plain
 SILENT, TRY_AGAIN = 2.0, 600.0  # seconds: no answer to a feed for so long is not asked for again
 JOIN_WAIT = 5.0  # seconds until a member that joins by it takes the update, or is left out
 
-
 T = TypeVar("T")
 
 
