@@ -11,7 +11,8 @@ from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import ConfigError
 from rollout.rpc.tls import ClientTls
 
-TLS: tuple[Row, ...] = (
+SERVICE: tuple[Row, ...] = (
+    TOKEN,
     ("--tls-ca", "PEM", None, "speak TLS; the authority that signed the service's own"),
     ("--tls-cert", "PEM", None, "certificate to show, where the service asks for one"),
     ("--tls-key", "PEM", None, "its key"),
@@ -22,7 +23,7 @@ TLS: tuple[Row, ...] = (
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
     """A token and TLS files; ``connect`` uses them."""
-    add_rows(parser.add_argument_group("service"), (TOKEN, *TLS))
+    add_rows(parser.add_argument_group("service"), SERVICE)
 
 
 def connect(args: argparse.Namespace, address: str, timeout: float = DEFAULT_TIMEOUT) -> Any:

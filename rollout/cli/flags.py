@@ -249,6 +249,25 @@ def add_rows(group: Any, rows: Iterable[Row]) -> None:
         group.add_argument(name, default=default, help=text, **options)
 
 
+def attribute(flag: str) -> str:
+    """Where argparse keeps it."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def given_of(args: argparse.Namespace, rows: Iterable[Row]) -> list[str]:
+    """The flags of these rows that say something other than their default."""
+    return [
+        name for name, value, default, _ in rows
+        if getattr(args, attribute(name)) not in (False if value == "" else default, None)
+    ]  # fmt: skip
+
+
+def refuse(args: argparse.Namespace, rows: Iterable[Row], why: str) -> None:
+    """``ConfigError`` where flags are given that have no meaning here."""
+    if given := given_of(args, rows):
+        raise ConfigError(f"{', '.join(given)}: {why}")
+
+
 def _kind(hint: Any) -> dict[str, Any]:
     """argparse's words for a field's type."""
     plain = [hint]

@@ -21,10 +21,13 @@ from rollout.cli.flags import (
     add_engine_flags,
     add_model,
     add_rows,
+    attribute,
     engine_config,
     engine_flags,
     environment,
+    given_of,
     model_of,
+    refuse,
     refuse_engine_flags,
 )
 from rollout.cli.following import check_followed, following
@@ -87,12 +90,8 @@ COORDINATOR: tuple[Row, ...] = (
 
 RECORD = ".rollout-fleet"
 _FRONTS = ("weight_dirs", "start_timeout")  # settings of an engine that are a front's, too
-_OF_RAY = ("replicas", "min-replicas", "max-replicas")
-# What the front that coordinates decides alone, or tells those that route.
-_COORDINATED = (
-    *_OF_RAY, "quorum", "lease", "patience", "record", "engine", "engine-token", "engine-tls-ca",
-    "engine-tls-server-name", "lora-modules", "follow",
-)  # fmt: skip
+_OF_RAY = tuple(row for row in FLEET if row[0].endswith("-replicas"))
+_ROUTES_TOO = ("--engine-tls-cert", "--engine-tls-key")  # of the fleet's, what a route uses
 
 
 @contextlib.asynccontextmanager
@@ -259,13 +258,12 @@ def add_fleet(commands: Any, add_command: Callable[..., argparse.ArgumentParser]
 def serve_fleet(args: argparse.Namespace) -> int:
     """See ``run_service``."""
     for flag in ("--engine-token", "--coordinator-token", "--record"):
-        given = getattr(args, _attribute(flag))
+        given = getattr(args, attribute(flag))
         if given is not None and not given.strip():
             raise ConfigError(f"{flag} is empty: give it a value, or leave it out")
     if args.coordinator is not None:
         return _serve_routes(args)
-    if given := [row[0] for row in COORDINATOR if getattr(args, _attribute(row[0])) is not None]:
-        raise ConfigError(f"{', '.join(given)}: of a front that routes only: give --coordinator")
+    refuse(args, COORDINATOR, "of a front that routes only: give --coordinator")
     if args.ray is not None:
         if args.engine:
             raise ConfigError("--engine has engines that run, and --ray starts them: give one")
@@ -282,8 +280,7 @@ def serve_fleet(args: argparse.Namespace) -> int:
             "HOST:PORT for one more front of a fleet"
         )
     refuse_engine_flags(args, "--engine", _FRONTS)
-    if given := [f"--{n}" for n in _OF_RAY if getattr(args, n.replace("-", "_")) not in (None, 1)]:
-        raise ConfigError(f"{', '.join(given)}: of engines that --ray starts, not of --engine")
+    refuse(args, _OF_RAY, "of engines that --ray starts, not of --engine")
     if args.lora_modules:  # a front that is started again would undo what was trained since
         raise ConfigError(
             "--lora-modules is of engines that this command starts: load adapters of those at "
@@ -308,11 +305,8 @@ def serve_fleet(args: argparse.Namespace) -> int:
 
 
 def _serve_routes(args: argparse.Namespace) -> int:
-    default = {_attribute(row[0]): row[2] for row in FLEET}
-    given = [
-        f"--{name}" for name in _COORDINATED
-        if getattr(args, _attribute(name)) not in (default.get(_attribute(name)), None, [])
-    ]  # fmt: skip
+    given = given_of(args, (row for row in FLEET if row[0] not in _ROUTES_TOO))
+    given += [f"--{n}" for n in ("engine", "lora-modules", "follow") if getattr(args, attribute(n))]
     if args.model is not None or args.model_flag is not None or args.ray is not None or given:
         raise ConfigError(
             f"{', '.join(given) or 'a MODEL or --ray'}: of the front that coordinates, not of one "
@@ -324,10 +318,6 @@ def _serve_routes(args: argparse.Namespace) -> int:
     split_address(args.coordinator)
     at = listening_of(args)
     return asyncio.run(run_service(args, serving_routes(at, args)))
-
-
-def _attribute(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def _serve_on_ray(args: argparse.Namespace) -> int:

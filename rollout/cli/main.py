@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import rollout
 from rollout.cli.bench import add_bench
-from rollout.cli.client import add_client_flags, connect
+from rollout.cli.client import SERVICE, add_client_flags, connect
 from rollout.cli.diagnose import add_diagnose
 from rollout.cli.flags import (
     Parser,
@@ -28,6 +28,7 @@ from rollout.cli.flags import (
     add_sampling_flags,
     engine_config,
     model_of,
+    refuse,
     refuse_engine_flags,
     sampling_params,
 )
@@ -165,10 +166,12 @@ def generate(args: argparse.Namespace) -> int:
     model = args.model_flag
     if args.connect is not None:
         refuse_engine_flags(args, "--connect")
-    elif model is None:
-        if not words:
-            raise ConfigError("generate needs MODEL, or --connect HOST:PORT")
-        model = words.pop(0)
+    else:
+        refuse(args, SERVICE, "of a service: give its address as --connect HOST:PORT")
+        if model is None:
+            if not words:
+                raise ConfigError("generate needs MODEL, or --connect HOST:PORT")
+            model = words.pop(0)
     prompts = [*words, *map(_parse_ids, args.token_ids)]
     if not prompts:
         taken = "" if model is None else f", behind the model, for which {model!r} is taken"
@@ -234,6 +237,7 @@ def check(args: argparse.Namespace) -> int:
         return _check_against(args)
     if args.all:
         raise ConfigError("--all goes with --against DIR: it names tensors that differ")
+    refuse(args, SERVICE, "of a service, whose weights --against DIR compares")
     from rollout.server.preflight import check as preflight
 
     found = preflight(
@@ -248,6 +252,8 @@ def check(args: argparse.Namespace) -> int:
 
 def _check_against(args: argparse.Namespace) -> int:
     refuse_engine_flags(args, "--against")
+    if args.print_shapes:
+        raise ConfigError("--print-shapes is of a MODEL that is checked here, not of --against")
     if args.model is None or args.model_flag is not None:
         raise ConfigError(
             f"check --against {args.against} needs the gRPC address of a service, and no model: "

@@ -16,6 +16,7 @@ from rollout.cli.flags import (
     add_rows,
     engine_config,
     model_of,
+    refuse,
 )
 from rollout.cli.fleet import REPLICAS, serving_replicas
 from rollout.cli.following import check_followed, following
@@ -31,6 +32,7 @@ ONE_ENGINE: tuple[Row, ...] = (
      "when a rank's process has ended: exit (status 1, after 5 s in which calls get WorkerDied, "
      "so that a supervisor starts another), or serve that error on"),
 )  # fmt: skip
+_OF_SEVERAL = tuple(row for row in REPLICAS if row[0] in ("--lease", "--patience"))
 
 
 def add_serve(commands: Any, add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -55,6 +57,10 @@ def serve(args: argparse.Namespace) -> int:
             "commit"
         )
     several = max(args.replicas, args.min_replicas or 1, args.max_replicas or 1) > 1
+    if several:
+        refuse(args, ONE_ENGINE, "of one engine: of --replicas each is started again when it ends")
+    else:
+        refuse(args, _OF_SEVERAL, "of several engines: give --replicas, or leave it out")
     check_followed(args.follow, config.weight_dirs)
     service = serving_replicas(config, at, args) if several else _engine(args, config, at)
     return asyncio.run(run_service(args, service))

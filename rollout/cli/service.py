@@ -223,6 +223,8 @@ def _open_routes(args: argparse.Namespace) -> OpenRoutes | None:
     if (args.open_routes is None) != (args.open_port is None):
         raise ConfigError("--open-routes and --open-port go together: what is open, and where")
     if args.open_routes is None:
+        if args.open_host != LOOPBACK:
+            raise ConfigError("--open-host goes with --open-routes and --open-port")
         return None
     routes = tuple(route.strip() for route in args.open_routes.split(","))
     return OpenRoutes(routes=routes, host=args.open_host, port=args.open_port)

@@ -119,6 +119,22 @@ def test_replicas_that_could_not_do_as_asked_are_refused(run: Run, tiny: Path) -
     refused(run(*serve, "--min-replicas", 2), "--replicas 1 is not between --min-replicas 2")
 
 
+def test_flags_that_would_do_nothing_are_refused(run: Run, tiny: Path) -> None:
+    """They say that something else was meant, such as ``--connect``."""
+    serve = ("serve", tiny, *FREE_PORTS, *CPU)
+    for flag, value in (("--lease", 5), ("--patience", 0.5)):
+        refused(run(*serve, flag, value), f"{flag}: of several engines: give --replicas")
+    refused(run(*serve, "--replicas", 2, "--on-death", "serve"), "--on-death: of one engine")
+    refused(run(*serve, "--open-host", "10.0.0.1"), "--open-host goes with --open-routes")
+    secret = ("--token", "s", "--tls-ca", "ca.pem")
+    refused(
+        run("generate", tiny, "x", *secret), "--token, --tls-ca: of a service: give", "--connect"
+    )
+    refused(run("check", tiny, *secret), "--token, --tls-ca: of a service, whose weights --against")
+    shapes = run("check", "127.0.0.1:1", "--against", tiny, "--print-shapes")
+    refused(shapes, "--print-shapes is of a MODEL that is checked here")
+
+
 def test_no_message_offers_what_was_given() -> None:
     """Every flag of every command and every spelling of others, at every command."""
     parser = make_parser()
