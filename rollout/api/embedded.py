@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,8 @@ from rollout.wire.version import ServerInfo, Speaks
 
 
 class EmbeddedBackend:
-    """Owns an ``EngineCore``; outputs hop to the caller's loop. Only loading and tokenising take a
-    thread of the loop's pool: control waits without one, and weight verbs have their own.
+    """Owns an ``EngineCore``; outputs hop to the caller's loop. Only tokenising takes a thread of
+    the loop's pool: loading has its own, as weight verbs have, and control waits without one.
 
     ``start`` loads the model once, whoever comes first; the other verbs need it done.
     """
@@ -88,13 +90,19 @@ class EmbeddedBackend:
         self._coordinator: Coordinator | None = None
         self._verbs: VerbSession | None = None
         self._reads = ReadOnce(self._is_live)
-        self._starting: asyncio.Task[None] | None = None
+        self._start_lock = threading.Lock()  # loops of several threads may come first
+        self._starting: Future[None] | None = None
 
     async def start(self) -> None:
-        if self._starting is None:
-            self._starting = asyncio.create_task(asyncio.to_thread(self._load))
-            self._starting.add_done_callback(_look_at)  # its waiter may have been cancelled
-        await asyncio.shield(self._starting)
+        with self._start_lock:
+            if self._starting is None:
+                starting = Future[None]()
+                starting.set_running_or_notify_cancel()  # no waiter's end is that of the loading
+                thread = threading.Thread(target=_do, args=(self._load, starting))
+                thread.name = "rollout-load"
+                thread.start()
+                self._starting = starting
+        await asyncio.wrap_future(self._starting)
 
     @property
     def seen(self) -> tuple[int | None, int]:
@@ -478,6 +486,12 @@ class EmbeddedBackend:
         return receipt.version == self.core.base_version and self.core.broken is None
 
 
-def _look_at(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
+def _do(work: Callable[[], None], future: Future[None]) -> None:
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    finally:
+        del work, future  # of which the error's traceback would make a cycle

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -413,6 +414,30 @@ async def test_the_async_face_runs_calls_together_and_cancels(engine, eventually
     await asyncio.to_thread(
         eventually, lambda: engine.metrics().running + engine.metrics().waiting == 0
     )
+
+
+def test_an_engine_loads_once_for_loops_that_come_together_or_go_on_without_it(
+    bare_checkpoint: str,
+) -> None:
+    """In a notebook each cell may run a loop of its own."""
+
+    def begun(rollout: AsyncRollout) -> list[int]:
+        asyncio.run(rollout.start())
+        [out] = asyncio.run(rollout.generate([1, 2], GREEDY))
+        return out.outputs[0].token_ids
+
+    async def given_up(rollout: AsyncRollout) -> None:
+        starting = asyncio.ensure_future(rollout.start())
+        await asyncio.sleep(0)
+        starting.cancel()
+
+    rollout = AsyncRollout(bare_checkpoint, **ENGINE)
+    asyncio.run(given_up(rollout))
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(begun, [rollout] * 4)
+    assert len(first) == 8
+    assert others == [first] * 3
+    asyncio.run(rollout.shutdown())
 
 
 async def test_the_async_face_owns_an_engine(checkpoint):
