@@ -254,7 +254,8 @@ class AsyncRollout(GenerationVerbs):
         return self.serve()
 
     async def serve(self, /, host: str = "127.0.0.1", port: int = 0, **options: Any) -> str:
-        """Serve this engine over gRPC, once; port 0 picks a free one. Returns "host:port".
+        """Serve this engine over gRPC, once; port 0 picks a free one. Returns "host:port". The
+        server lives in the event loop of this call, and as long.
 
         ``options`` are those of ``server.grpc.server.serve``. Once it is served, the same call
         gives its address again. Raises ``ConfigError`` naming a busy port, or where it is served
