@@ -6,7 +6,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+# What clients of Python 3.13 ask of certificates (VERIFY_X509_STRICT), beside their signatures.
+SIGNS = "keyUsage=critical,keyCertSign,cRLSign"
 SAN = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+SIGNED = f"{SAN}\nauthorityKeyIdentifier=keyid"
 
 
 def make_certificates(where: Path) -> Callable[[str], str]:
@@ -18,10 +21,10 @@ def make_certificates(where: Path) -> Callable[[str], str]:
         ca, pair = where / f"{name}-ca", where / name
         new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
         _openssl("req", "-x509", *new, "-subj", f"/CN={name} authority", "-days", 2,
-                 "-keyout", f"{ca}.key", "-out", f"{ca}.pem")  # fmt: skip
+                 "-addext", SIGNS, "-keyout", f"{ca}.key", "-out", f"{ca}.pem")  # fmt: skip
         _openssl("req", *new, "-subj", f"/CN={name}", "-keyout", f"{pair}.key",
                  "-out", f"{pair}.csr")  # fmt: skip
-        (where / "ext").write_text(SAN)
+        (where / "ext").write_text(SIGNED)
         _openssl("x509", "-req", "-in", f"{pair}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key",
                  "-CAcreateserial", "-days", 2, "-extfile", where / "ext",
                  "-out", f"{pair}.pem")  # fmt: skip

@@ -1,5 +1,6 @@
 """What a coordinator has promised survives it."""
 
+import contextlib
 import sqlite3
 from dataclasses import replace
 
@@ -98,6 +99,25 @@ def test_what_is_no_record_is_refused_by_name(tmp_path):
         Record(tmp_path)
     with pytest.raises(ConfigError, match="cannot be kept"):
         Record("/proc/nowhere")
+
+
+def test_one_that_could_not_be_taken_over_is_let_go(tmp_path):
+    """Whoever mends it needs it, however long the error is kept."""
+
+    def change(held):
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE, timeout=0.0)) as db:
+            db.execute("UPDATE held SET held = ?", (held,))
+            db.commit()
+
+    with Record(tmp_path) as record:
+        record.hold(lambda: Held(paused=True))
+    change("damaged")
+    with pytest.raises(ConfigError, match="is damaged") as kept:
+        Record(tmp_path)
+    change('{"paused": false, "asleep": []}')
+    with Record(tmp_path) as record:
+        assert record.held == Held()
+    assert kept.value.__traceback__ is not None
 
 
 def test_a_record_of_before_adapters_is_taken_over(tmp_path):

@@ -40,6 +40,16 @@ class Record:
             self._db = sqlite3.connect(
                 path, timeout=0.0, isolation_level=None, check_same_thread=False
             )
+        except (OSError, sqlite3.DatabaseError) as error:
+            raise ConfigError(f"the fleet's record {path} cannot be kept: {error}") from error
+        try:
+            self._take_over(path, lease)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _take_over(self, path: Path, lease: float) -> None:
+        try:
             for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=DELETE", "synchronous=FULL"):
                 self._db.execute(f"PRAGMA {pragma}")
             self._db.execute("BEGIN IMMEDIATE")
@@ -56,14 +66,12 @@ class Record:
             self.earlier = min(found.lease, MAX_LEASE)
             self.promise = replace(found, fence=found.fence + 1, lease=max(self.earlier, lease))
             self._put(self.promise)
-        except sqlite3.OperationalError as error:
-            if "locked" in str(error):
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
                 raise UpdateInProgress(
                     f"another coordinator has the record {path}: a fleet has one at a time; give "
                     "another fleet a --record DIR of its own"
                 ) from error
-            raise ConfigError(f"the fleet's record {path} cannot be kept: {error}") from error
-        except (OSError, sqlite3.DatabaseError) as error:
             raise ConfigError(f"the fleet's record {path} cannot be kept: {error}") from error
 
     def write(self, promise: Promise) -> None:
