@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +18,13 @@ from engine_ranks import same
 from safetensors.torch import save_file
 from trainer import BUCKET, DEADLINE, fresh, nudged
 
-from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
+from rollout.errors import (
+    ConfigError,
+    IncompleteUpdate,
+    SourceFailed,
+    TransferFailed,
+    WeightMismatch,
+)
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions.directories import readable
 from rollout.weight_sync.versions.follower import Follower
@@ -465,6 +471,30 @@ def test_a_damaged_version_does_not_hide_older_ones(follower, engine, checkpoint
         following.look()
     assert following.look().version == 3
     assert following.look() is None
+
+
+@pytest.mark.parametrize("late", ["", "bucket-000000"])
+def test_a_version_is_taken_once_what_its_changes_are_built_on_is_there(
+    follower, engine, checkpoints, late
+) -> None:
+    """As where one that was removed is brought back, or files arrive in another order."""
+    following, where = follower
+    writing = writer(LocalStore(where), encoding="delta")
+    for number in (1, 2, 3):
+        writing.write(nudged(checkpoints[1], 0.01 * number), number)
+    base, away = where / "000000000001" / late, where.parent / "away"
+    base.rename(away)
+    for _ in range(2):
+        with pytest.raises(IncompleteUpdate):  # of 3, then of 2
+            following.look()
+    for _ in range(2):
+        with suppress(IncompleteUpdate):  # of 1, where it is there in part
+            assert following.look() is None
+    assert len(engine.ended) == (3 if late else 2)  # nothing is tried again meanwhile
+    away.rename(base)
+    assert following.look().version == 3
+    wanted = fresh(engine, checkpoints, "plain", nudged(checkpoints[1], 0.03))
+    assert same(engine.live(), wanted)
 
 
 def test_a_version_whose_base_lies_outside_is_refused(engine, checkpoints, tmp_path) -> None:

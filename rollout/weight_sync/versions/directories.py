@@ -12,14 +12,20 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from rollout.errors import ConfigError, IncompleteUpdate, RolloutError, SourceFailed
 from rollout.loader.sharded_state import ShardedFiles, is_sharded
 from rollout.weight_sync.protocol.messages import WeightInfo
-from rollout.weight_sync.versions.reader import MANIFEST, VersionSource, folder
+from rollout.weight_sync.versions.reader import (
+    MANIFEST,
+    MAX_CHAIN,
+    VersionSource,
+    folder,
+    read_manifest,
+)
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weights.files import (
     KINDS,
@@ -48,6 +54,19 @@ class WrittenVersion(VersionSource):
         except RolloutError:
             self.damaged = True
             raise
+
+    def folders(self) -> Iterator[Path]:
+        """Its own, and those of the versions that it patches, as far down as they can be read."""
+        store, version = cast(LocalStore, self._store), self.manifest.version
+        for _ in range(MAX_CHAIN):
+            yield store.root / folder(version)
+            try:
+                base = read_manifest(store, version).base
+            except (RolloutError, OSError):
+                return
+            if base is None:
+                return
+            version = base
 
 
 def warn_of_absent(roots: Sequence[str | Path]) -> None:

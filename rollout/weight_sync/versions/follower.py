@@ -73,7 +73,8 @@ class Follower:
         self._reach, self._timeout = connect, timeout
         self._opened: WeightChannel | None = None
         self._reading: Path | None = None  # what this look updates from
-        self._failed: dict[Path, object] = {}  # what it looked like when it could not be used
+        # What could not be used, and what the directories that it is read from looked like then.
+        self._failed: dict[Path, dict[Path, object]] = {}
         self._incomplete: dict[Path, object] = {}  # what it looked like when it was not complete
         self._warned: set[tuple[Path, str]] = set()  # of what, and why
         self._said = ""  # the last error
@@ -145,23 +146,26 @@ class Follower:
 
         Raises why it is of no use, for as long as its files look the same only once.
         """
-        looked = looks(candidate.path)
-        if self._failed.get(candidate.path) == looked:
+        known = self._failed.get(candidate.path)
+        if known is not None and all(looks(path) == seen for path, seen in known.items()):
             return None
+        looked = looks(candidate.path)
         try:
             return complete_source(candidate.path, self._roots, info)
         except IncompleteUpdate as error:
             self._warn_if_left(candidate.path, looked, str(error))
             return None
         except RolloutError:
-            self._failed[candidate.path] = looked
+            self._failed[candidate.path] = {candidate.path: looked}
             raise
         except Exception as error:  # whatever a file system says of what others write to it
-            self._failed[candidate.path] = looked
+            self._failed[candidate.path] = {candidate.path: looked}
             raise SourceFailed(f"{candidate.path} cannot be read, skipped: {error}") from error
 
     def _update(self, candidate: Candidate, source: Any) -> UpdateReceipt:
-        looked, self._reading = looks(candidate.path), candidate.path
+        self._reading = candidate.path
+        read = source.folders() if isinstance(source, WrittenVersion) else [candidate.path]
+        looked = {path: looks(path) for path in read}
         options = UpdateOptions(
             version=candidate.version, label=candidate.path.name, timeout=self._timeout
         )
