@@ -335,6 +335,32 @@ def test_what_is_not_complete_yet_waits(follower, engine, checkpoints) -> None:
     assert engine.version == 7
 
 
+@pytest.mark.parametrize("make_room", ["truncate", "fallocate"])
+def test_a_file_of_full_length_that_was_written_in_part_is_not_complete(
+    follower, engine, checkpoints, caplog, make_room
+) -> None:
+    """As whoever makes room before it copies leaves it, where it is stopped."""
+    following, where = follower
+    checkpoint(where / "checkpoint-7", checkpoints[2])
+    file = where / "checkpoint-7" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 3])
+    with file.open("r+b") as opened:
+        if make_room == "truncate":
+            opened.truncate(len(whole))
+        else:
+            os.posix_fallocate(opened.fileno(), 0, len(whole))
+        if os.lseek(opened.fileno(), len(whole) - 1, os.SEEK_HOLE) == len(whole):
+            pytest.skip("this file system does not tell")
+    assert [following.look() for _ in range(3)] == [None] * 3
+    [record] = caplog.records
+    assert f"{file} has its full length" in record.getMessage()
+    with file.open("r+b") as opened:
+        opened.write(whole)
+    assert following.look().version == 7
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
 def test_what_is_left_incomplete_is_warned_of_once(follower, engine, checkpoints, caplog) -> None:
     following, where = follower
     checkpoint(where / "checkpoint-7", checkpoints[2])

@@ -8,6 +8,7 @@ DIR/000000000500/       a version with its manifest (``reader.py``)
 from __future__ import annotations
 
 import logging
+import os
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -165,6 +166,11 @@ def _check_whole(file: Path, kind: FileKind) -> None:
     table of contents stands at its end.
     """
     with file.open("rb") as opened:
+        if _ends_in_hole(opened.fileno()):
+            raise IncompleteUpdate(
+                f"{file} has its full length, and was never written to its end (where that is "
+                "all zeros, copy it without holes: cp --sparse=never)"
+            )
         is_archive = kind is not SAFETENSORS and opened.read(2) == b"PK"
     if is_archive:
         if not zipfile.is_zipfile(file):
@@ -175,6 +181,20 @@ def _check_whole(file: Path, kind: FileKind) -> None:
         form(Shards((file,)), mapped=False).close()
     except ConfigError as error:
         raise IncompleteUpdate(f"{file} is half-written, or of no use: {error}") from error
+
+
+def _ends_in_hole(opened: int) -> bool:
+    """Whether its length was set, as by what makes room before it copies, and its end not written.
+
+    A file system that does not tell counts as one where it was.
+    """
+    size = os.fstat(opened).st_size
+    try:
+        return size > 0 and os.lseek(opened, size - 1, os.SEEK_HOLE) < size
+    except OSError:
+        return False
+    finally:
+        os.lseek(opened, 0, os.SEEK_SET)
 
 
 def looks(path: Path) -> object:
