@@ -55,6 +55,7 @@ SERVER_OPTIONS = (
 )
 
 
+_NO_TLS = "TLS could not be agreed on"
 # What is within gRPC's words, which differ from release to release -> plain ones.
 _REASONS = (
     ("refused", "nothing listens there"),
@@ -63,7 +64,7 @@ _REASONS = (
     ("dns", "this host name cannot be looked up"),
     ("parsing http/2", "what listens there does not speak gRPC (is it the HTTP port?)"),
     ("http1", "what listens there does not speak gRPC (is it the HTTP port?)"),
-    ("handshake", "TLS could not be agreed on"),
+    ("handshake", _NO_TLS),
     ("unreachable", "there is no way to this host"),
     ("no route", "there is no way to this host"),
     ("time", "nothing came back in time"),
@@ -107,8 +108,15 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
             return from_wire(json.loads(value))
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.UNAVAILABLE:
+        why = reason(details)
+        if why == _NO_TLS:
+            return EngineClosed(
+                f"the rollout service at {address} does not answer: {why}; each side reads its "
+                "certificates when it starts, so start the one again whose files are other ones "
+                "by now (a front, engine or client), or check --tls-ca, --tls-cert and --tls-key"
+            )
         return EngineClosed(
-            f"the rollout service at {address} does not answer: {reason(details)}; start it with "
+            f"the rollout service at {address} does not answer: {why}; start it with "
             "`rollout serve MODEL --grpc-port PORT`, or check the address it printed as grpc= (a "
             "fleet's front listens once enough engines serve, and its log says which do not)"
         )

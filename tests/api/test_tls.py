@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import threading
 from contextlib import closing
@@ -84,6 +85,19 @@ def test_a_service_without_tls_is_told_from_one_that_is_not_there(engine, made) 
         Rollout.connect(engine.address, timeout=5, tls=client(made, "ours"))
     with pytest.raises(EngineClosed, match="does not answer"):
         Rollout.connect("127.0.0.1:1", timeout=5, tls=client(made, "ours"))
+
+
+def test_a_client_from_before_the_certificates_changed_is_told_to_start_again(
+    address, made, tmp_path
+) -> None:
+    ca = Path(shutil.copy(made("theirs-ca.pem"), tmp_path / "ca.pem"))
+    tls = ClientTls(ca=str(ca), cert=made("ours.pem"), key=made("ours.key"))
+    with closing(RolloutClient(address, None, timeout=5, tls=tls)) as before:
+        shutil.copy(made("ours-ca.pem"), ca)
+        with pytest.raises(EngineClosed, match=r"TLS could not be .* start the one again whose"):
+            before.info()
+        with closing(RolloutClient(address, None, timeout=5, tls=tls)) as after:
+            assert after.info().state == "idle"
 
 
 def test_the_command_line_speaks_tls(address, made, capsys, monkeypatch, checkpoint) -> None:
