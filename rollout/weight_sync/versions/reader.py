@@ -88,8 +88,9 @@ class VersionSource:
             found = digest(tensor, tuple(tensor.shape), Box.full(tuple(tensor.shape)))
             if found != self.manifest.digests.get(name):
                 raise ChecksumMismatch(
-                    f"{name} of version {self.manifest.version} is not what was written; "
-                    "its files are damaged"
+                    f"{name} of version {self.manifest.version} is not what was written: files of "
+                    "it, or of a version that it is built on, are damaged, or another trainer "
+                    "writes there, too: a directory is for one; write a whole version"
                 )
             yield name, tensor.to(self._cast(name, tensor.dtype))
 

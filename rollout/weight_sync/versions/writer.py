@@ -153,7 +153,10 @@ class _Writing:
     def begin(self) -> None:
         with suppress(IncompleteUpdate):
             read_manifest(self._store, self._version)
-            raise VersionConflict(f"version {self._version} has been written already")
+            raise VersionConflict(
+                f"version {self._version} has been written already: number on from the newest one "
+                "there, or write into another directory"
+            )
 
     def buffer_for(self, dtype: torch.dtype, shape: Shape) -> Tensor | None:
         """Where the next tensor may be gathered to: its bucket, unless changes alone go there."""
