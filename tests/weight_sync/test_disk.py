@@ -6,6 +6,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 from engine_ranks import same
@@ -146,6 +147,32 @@ def test_a_failed_write_makes_the_next_version_whole(store, checkpoints) -> None
     assert equal(read(store, 2), checkpoints[2])
     with pytest.raises(VersionConflict, match="written already: number on from"):
         writing.write(checkpoints[2], 2)
+
+
+@pytest.mark.parametrize(
+    ("made", "written", "text"),
+    [
+        ({"store": "versions"}, {}, "store must be one, such as LocalStore.*'versions'"),
+        ({"dtype": "bfloat16"}, {}, "dtype must be .* such as torch.bfloat16, got 'bfloat16'"),
+        ({"dtype": torch.int8}, {}, "plain floats, .*torch.int8"),
+        ({"encoding": "delta", "anchor_every": "4"}, {}, "anchor_every 1..256, got .*'4'"),
+        ({}, {"version": numpy.int64(4)}, "version must be an integer .*4"),
+        ({}, {"version": True}, "version must be an integer .*True"),
+        ({}, {"version": 10**12}, "version must be an integer in 0"),
+        ({}, {"version": 1, "label": 5}, "label must be a text, got 5"),
+        ({}, {"version": 1, "label": "\ud800"}, "label"),
+        ({}, {"version": 1, "timeout": -1.0}, "timeout must be"),
+    ],
+)
+def test_a_writer_names_what_it_cannot_take_before_it_writes(
+    checkpoints, made, written, text
+) -> None:
+    store = PutGetList()
+    with pytest.raises(ConfigError, match=text):
+        VersionWriter(**{"store": store, "dtype": torch.float32, **made}).write(
+            checkpoints[1], **written
+        )
+    assert not store.objects
 
 
 def test_a_full_store_is_a_named_error(checkpoints) -> None:

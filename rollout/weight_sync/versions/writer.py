@@ -25,6 +25,7 @@ from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.lockstep import Walk, watchdog
+from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.detect import detect
@@ -41,7 +42,7 @@ from rollout.weight_sync.versions.reader import (
     read_manifest,
 )
 from rollout.weight_sync.versions.store import Store
-from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights import CASTABLE, Box, Shape, TensorMeta
 from rollout.weights.components import POLICY
 from rollout.wire.codec import to_json, to_plain
 from rollout.wire.frames import tensor_bytes
@@ -63,10 +64,17 @@ class VersionWriter:
         anchor_every: int = 10,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
-        if encoding not in ("full", "delta") or not 1 <= anchor_every <= MAX_CHAIN:
+        if not all(hasattr(store, verb) for verb in ("put", "get", "list")):
+            raise ConfigError(f"store must be one, such as LocalStore(DIR), got {store!r:.80}")
+        if not isinstance(dtype, torch.dtype) or dtype not in CASTABLE:
+            raise ConfigError(
+                f"dtype must be a dtype of plain floats, such as torch.bfloat16, got {dtype!r:.80}"
+            )
+        whole = type(anchor_every) is int and 1 <= anchor_every <= MAX_CHAIN
+        if encoding not in ("full", "delta") or not whole:
             raise ConfigError(
                 f"encoding must be full or delta and anchor_every 1..{MAX_CHAIN}, got "
-                f"{encoding!r} and {anchor_every}"
+                f"{encoding!r:.80} and {anchor_every!r:.80}"
             )
         self._store, self._dtype, self._bucket_bytes = store, dtype, bucket_bytes
         self._delta, self._anchor_every = encoding == "delta", anchor_every
@@ -80,6 +88,9 @@ class VersionWriter:
         Returns the manifest on the rank that wrote it, None on the others; raises the same error
         on every rank. A version that is complete already is a ``VersionConflict``.
         """
+        if type(version) is not int or not 0 <= version < 10**12:
+            raise ConfigError(f"version must be an integer in 0..10^12 - 1, got {version!r:.80}")
+        UpdateOptions(label=label, timeout=timeout)  # refuses what no update takes
         found = detect(obj)
         if found.components != (POLICY,):
             raise ConfigError("a version on disk holds the policy alone: write it by itself")
@@ -116,8 +127,6 @@ class _Writing:
         bucket_bytes: int,
         merged: tuple[str, ...],
     ) -> None:
-        if not 0 <= version < 10**12:
-            raise ConfigError(f"version must be in 0..10^12 - 1, got {version}")
         self._store, self._version, self._label = store, version, label
         self._merged = merged
         # The store takes a bucket while the next one is gathered.
