@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from rollout.errors import (
     WeightMismatch,
 )
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
+from rollout.weight_sync.versions import directories
 from rollout.weight_sync.versions.directories import readable
 from rollout.weight_sync.versions.follower import Follower
 from rollout.weight_sync.versions.store import LocalStore
@@ -383,6 +385,30 @@ def test_what_is_left_incomplete_is_warned_of_once(follower, engine, checkpoints
     file.write_bytes(whole)
     assert following.look().version == 7
     assert len(caplog.records) == 2
+
+
+def test_nothing_is_kept_of_how_followed_versions_looked(follower, engine, checkpoints) -> None:
+    """Each of which was incomplete at a look."""
+    following, where = follower
+    looked = tracemalloc.Filter(True, directories.__file__)
+    held = []
+    tracemalloc.start()
+    try:
+        for number in range(1, 7):
+            path = where / f"checkpoint-{number}"
+            checkpoint(path, checkpoints[1 + number % 2])
+            for index in range(300):
+                (path / f"other-{index}").touch()
+            (path / "model.safetensors").rename(where / "late")
+            assert following.look() is None
+            (where / "late").rename(path / "model.safetensors")
+            assert following.look().version == number
+            assert following.look() is None
+            traces = tracemalloc.take_snapshot().filter_traces([looked]).traces
+            held.append(sum(trace.size for trace in traces))
+    finally:
+        tracemalloc.stop()
+    assert held[-1] - held[1] < 16 << 10  # less than one of them takes
 
 
 def test_what_does_not_fit_is_named_once_and_changes_nothing(follower, engine, checkpoints) -> None:

@@ -114,7 +114,9 @@ class Follower:
         self._reading = None
         info = self._connect().info()
         candidates = sorted(self._candidates(), reverse=True)
-        self._failed = {c.path: self._failed[c.path] for c in candidates if c.path in self._failed}
+        ahead = {c.path for c in candidates if c.version > info.version}
+        self._failed = {path: seen for path, seen in self._failed.items() if path in ahead}
+        self._incomplete = {path: seen for path, seen in self._incomplete.items() if path in ahead}
         self._passed_over.warn_of_late(candidates, info)
         problems: list[RolloutError] = []
         receipt = None
