@@ -11,6 +11,7 @@ from rollout.errors import (
     ConfigError,
     IncompleteUpdate,
     InvalidRequest,
+    SourceFailed,
     WeightMismatch,
 )
 from rollout.rpc import rollout_pb2
@@ -60,6 +61,17 @@ def test_the_server_reads_a_checkpoint_that_is_allowed(rollout, roots, weights) 
     assert (receipt.version, receipt.label) == (live + 7, "five")
     assert rollout.weight_version == live + 7
     assert rollout.check_weights(weights).equal
+
+
+def test_links_that_lead_in_a_circle_are_named(rollout, roots, weights) -> None:
+    where = roots[0] / "circles"
+    where.mkdir(exist_ok=True)
+    for name in ("checkpoint-6", "model.safetensors"):
+        (where / name).unlink(missing_ok=True)
+        (where / name).symlink_to(where / name)
+    for path in (where, where / "checkpoint-6"):
+        with pytest.raises(SourceFailed, match="its links lead in a circle"):
+            rollout.update_weights(server_path=path, timeout=10)
 
 
 def test_a_root_that_is_not_there_yet_is_warned_of_once(bare_checkpoint, tmp_path, caplog) -> None:

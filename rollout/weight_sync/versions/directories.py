@@ -12,6 +12,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,7 +92,7 @@ def inside(directory: str | Path, roots: Sequence[str | Path]) -> Path:
     """``directory``, resolved; ``ConfigError`` unless it would lie in one of ``roots``."""
     if "\0" in str(directory):
         raise ConfigError(f"no path has a null byte in it: {str(directory)!r:.80}")
-    found = Path(directory).resolve()
+    found = _behind_links(Path(directory))
     if not any(found.is_relative_to(Path(root).resolve()) for root in roots):
         raise ConfigError(
             f"{directory} is outside every --weight-dir; allow it with --weight-dir {directory} "
@@ -131,9 +132,18 @@ def check_inside(directory: Path, roots: Sequence[str | Path]) -> None:
     """Raise ``ConfigError`` where ``directory``, or a file in it, leads out of ``roots``."""
     within = [Path(root).resolve() for root in roots]
     for file in (directory, *directory.iterdir()):
-        found = file.resolve()
+        found = _behind_links(file)
         if not any(found.is_relative_to(root) for root in within):
             raise ConfigError(f"{file} leads to {found}, outside every --weight-dir; not read")
+
+
+def _behind_links(path: Path) -> Path:
+    """Where it leads; raises ``SourceFailed`` where that is in a circle."""
+    with suppress(RuntimeError):  # before Python 3.13, which gives a link of the circle
+        found = path.resolve()
+        if not found.is_symlink():
+            return found
+    raise SourceFailed(f"{path} cannot be read: its links lead in a circle")
 
 
 def check_checkpoint(path: Path) -> None:
