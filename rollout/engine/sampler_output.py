@@ -141,11 +141,12 @@ def _to_host(tensor: Tensor) -> Callable[[], Tensor]:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     cuda: Any = torch.cuda  # parts of it have no types
-    copied = cuda.Event()
-    copied.record(cuda.current_stream(tensor.device))
+    copied, device = cuda.Event(), tensor.device
+    copied.record(cuda.current_stream(device))
 
     def wait() -> Tensor:
-        copied.synchronize()
+        with cuda.device(device):  # a new thread's is the first, where a wait would make a context
+            copied.synchronize()
         return host
 
     return wait

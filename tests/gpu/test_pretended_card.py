@@ -126,6 +126,13 @@ MISTAKES = {
         "del x\n"
         "torch.ones(2, device='cuda')"
     ),
+    "a wait for an event on GPU 0, where this process has no context": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "torch.cuda.set_device(1)\n"
+        "event = torch.cuda.Event()\n"
+        "event.record()\n"
+        "ThreadPoolExecutor().submit(event.synchronize).result()"
+    ),
     "changed before it was read": (
         "x = torch.ones(2).pin_memory()\n"
         "y = x.to('cuda', non_blocking=True)\n"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from pretended_cuda import timeline
 from pretended_cuda.segments import in_segment
 from pretended_cuda.timeline import (
     copy_later,
@@ -216,10 +217,7 @@ def wrapped(tree: Any) -> Any:
 def set_device(device: Any) -> None:
     global DEVICE
     DEVICE = torch.device("cuda", getattr(device, "index", device))
-
-
-def current_device() -> int:
-    return int(DEVICE.index)
+    timeline.set_device(DEVICE.index)
 
 
 def allocated() -> int:

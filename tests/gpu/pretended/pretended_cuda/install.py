@@ -6,7 +6,6 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from pretended_cuda.card import (
     Card,
     allocated,
     copied,
-    current_device,
     moved,
     plain_of,
     run_on_card,
@@ -33,12 +31,15 @@ from pretended_cuda.timeline import (
     Pool,
     Stream,
     capture,
+    current_device,
     current_stream,
     done,
     launched,
+    on_device,
     on_stream,
     pinned,
     record,
+    refuse_other_device,
     synchronize,
 )
 
@@ -73,6 +74,8 @@ def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "cuda":
             return keep(make(*args, **kwargs))
+        if torch.device(device).index is None:
+            refuse_other_device(make.__name__)
         run = done(functools.partial(make, *plain_of(args), **{**kwargs, "device": "cpu"}))
         found = run()
         if not make.__name__.startswith("empty"):
@@ -121,6 +124,7 @@ def _launch_on_cards() -> None:
         current_stream().catch_up()
         strange = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Card)]
         assert not strange, "a kernel was given a tensor of the host"
+        refuse_other_device(self.fn.__name__)
         ran = functools.partial(one_by_one, self, *plain_of(args), **plain_of(kwargs))
         run = launched(ran, self.fn.__name__)
         run()
@@ -163,7 +167,7 @@ def install() -> None:
         "manual_seed_all": lambda _: None,
         "current_stream": current_stream,
         "stream": on_stream,
-        "device": lambda _: nullcontext(),
+        "device": on_device,
         "CUDAGraph": Graph,
         "graph": capture,
         "graph_pool_handle": Pool,

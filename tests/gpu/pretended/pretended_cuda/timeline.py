@@ -27,10 +27,38 @@ from pretended_cuda.order import (
 )
 
 _state = threading.local()
+_own = 0  # the number of the card that the process works on
 _late: list[tuple[int, int, Callable[[], Any]]] = []  # by a stream, and its place there
 _waits = threading.RLock()  # who waits beside another thread goes on when that has been done
 _pools: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # their streams
 _pinned: list[Tensor] = []  # kept: no other tensor may get their addresses
+
+
+def set_device(index: int) -> None:
+    global _own
+    _own = _state.device = index
+
+
+def current_device() -> int:
+    """The calling thread's, as on a card: of a new one the first."""
+    return getattr(_state, "device", 0)
+
+
+@contextmanager
+def on_device(device: Any) -> Iterator[None]:
+    """``torch.cuda.device``, of a device or a number."""
+    before = current_device()
+    _state.device = getattr(device, "index", device)
+    try:
+        yield
+    finally:
+        _state.device = before
+
+
+def refuse_other_device(what: str) -> None:
+    """What is done on whatever device the thread has, which gets a context by it."""
+    if current_device() != _own:
+        raise RuntimeError(f"{what} on GPU {current_device()}, where this process has no context")
 
 
 def wait(what: str) -> None:
@@ -213,6 +241,7 @@ class Event:
         return self.stream.line.behind if self._late else self._clock
 
     def query(self) -> bool:
+        refuse_other_device("a wait for an event")
         _waited(self.clock())
         return True
 
@@ -220,6 +249,7 @@ class Event:
         return 1.0
 
     def synchronize(self) -> None:
+        refuse_other_device("a wait for an event")
         refuse_in_capture("synchronize")
         _waited(self.clock())
 
@@ -238,7 +268,8 @@ def on_stream(stream: Stream) -> Iterator[None]:
     before = current_stream()
     _state.stream = stream
     try:
-        yield
+        with on_device(_own):
+            yield
     finally:
         _state.stream = before
 
