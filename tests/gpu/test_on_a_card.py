@@ -32,7 +32,7 @@ from rollout.engine.sampling.fused_sampler import has_filters
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
-from rollout.engine.worker.draw_graphs import DrawGraphs
+from rollout.engine.worker.draw_graphs import CapturePool, DrawGraphs, capture
 from rollout.errors import ChecksumMismatch, EngineClosed
 from rollout.integrations.fan_out import FanOut
 from rollout.kernels import copy_regions, digest_regions, gpu_launch
@@ -178,6 +178,20 @@ def test_where_the_draw_cannot_be_captured_the_rest_is(
         assert _drawn(engine) == drawn_outside
     told = [line for line in caplog.records if "the sampler is not captured" in line.message]
     assert len(told) == 1  # for both sets
+
+
+def test_after_a_capture_that_fails_work_and_captures_go_on_as_before() -> None:
+    """On the stream before it; torch may refuse what goes into the same memory."""
+    x, stream = torch.ones(2).cuda(), torch.cuda.current_stream()
+    pool = CapturePool(x.device)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="captur"):
+            capture(lambda: x.sum().item(), pool)
+        assert torch.cuda.current_stream() == stream
+    graph, found = capture(lambda: x + 1, pool)
+    x += 1
+    graph.replay()
+    assert found.tolist() == [3, 3]
 
 
 def test_steps_begun_ahead_in_another_process_draw_the_same(

@@ -32,16 +32,34 @@ class CapturePool:
         self.handle: Any = torch.cuda.graph_pool_handle()
         # Of high priority, which kernels keep in every replay: an update's copies give way.
         self.stream = _cuda.Stream(device, priority=-1) if stream is None else stream
+        self._failed: list[Any] = []
+
+    def renew(self, failed: Any) -> None:
+        """After a capture that failed: the next ones go into other memory.
+
+        Where the end of a capture fails torch 2.11 goes on taking what is allocated for the
+        graph's, of which it asks ``failed``, and refuses the next capture into the same memory. For
+        that of the device it can be told that this is over, for pinned memory nobody can.
+        """
+        device = torch.cuda.current_device()
+        with suppress(
+            RuntimeError, AttributeError
+        ):  # it has ended that itself, or has no such calls
+            internals: Any = torch._C
+            internals._cuda_endAllocateToPool(device, self.handle)
+            internals._cuda_releasePool(device, self.handle)
+        self.handle = torch.cuda.graph_pool_handle()
+        self._failed.append(failed)
 
 
 def capture(run: Callable[[], T], pool: CapturePool) -> tuple[Any, T]:
     """A graph of what ``run`` does, and what it gave: memory that every replay writes."""
-    side = pool.stream
-    side.wait_stream(torch.cuda.current_stream())
+    side, here = pool.stream, torch.cuda.current_stream()
+    side.wait_stream(here)
     with torch.cuda.stream(side):
         for _ in range(_WARM_UPS):
             run()
-    torch.cuda.current_stream().wait_stream(side)
+    here.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
         # Thread-local: NCCL's watchdog and the staging thread may call CUDA meanwhile.
@@ -49,20 +67,10 @@ def capture(run: Callable[[], T], pool: CapturePool) -> tuple[Any, T]:
         with torch.cuda.graph(graph, pool=pool.handle, stream=side, capture_error_mode=mode):
             found = run()
     except BaseException:
-        _free_for_captures(pool.handle)
+        _cuda.set_stream(here)  # torch stays on its own where the capture's end fails
+        pool.renew(graph)
         raise
     return graph, found
-
-
-def _free_for_captures(pool: Any) -> None:
-    """After a capture that failed: torch may still take what is allocated for the graph's, and
-    refuses the next capture into the pool.
-    """
-    device = torch.cuda.current_device()
-    with suppress(RuntimeError, AttributeError):  # it has ended that itself, or knows no such calls
-        internals: Any = torch._C
-        internals._cuda_endAllocateToPool(device, pool)
-        internals._cuda_releasePool(device, pool)
 
 
 class DrawGraphs:

@@ -40,6 +40,7 @@ from pretended_cuda.timeline import (
     pinned,
     record,
     refuse_other_device,
+    set_stream,
     synchronize,
 )
 
@@ -167,6 +168,7 @@ def install() -> None:
         "manual_seed_all": lambda _: None,
         "current_stream": current_stream,
         "stream": on_stream,
+        "set_stream": set_stream,
         "device": on_device,
         "CUDAGraph": Graph,
         "graph": capture,

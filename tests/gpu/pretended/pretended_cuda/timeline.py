@@ -31,6 +31,7 @@ _own = 0  # the number of the card that the process works on
 _late: list[tuple[int, int, Callable[[], Any]]] = []  # by a stream, and its place there
 _waits = threading.RLock()  # who waits beside another thread goes on when that has been done
 _pools: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # their streams
+_broken: weakref.WeakSet[Any] = weakref.WeakSet()  # pools of captures that failed
 _pinned: list[Tensor] = []  # kept: no other tensor may get their addresses
 
 
@@ -147,6 +148,7 @@ def _later(work: Callable[[], Any]) -> None:
 
 def refuse_in_capture(what: str) -> None:
     if _captures():
+        _state.graph.broken = True
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
 
@@ -162,6 +164,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Callable[[], Any], list[Tensor]]] = []
+        self.broken = False
 
     def replay(self) -> None:
         assert self.calls, "nothing was captured, or it was reset"
@@ -177,14 +180,24 @@ class Graph:
 
 @contextmanager
 def capture(graph: Graph, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
+    """``torch.cuda.graph``. Where something was refused the end of the capture fails: torch stays
+    on its stream then, and 2.11 takes no other capture into the pool.
+    """
     assert getattr(_state, "graph", None) is None
+    pool = pool or graph
+    if pool in _broken:
+        raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
     # On another stream torch finds no room in what the captures before took.
-    assert _pools.setdefault(pool or graph, stream) is stream, "a pool is for one stream"
-    _state.graph = graph
+    assert _pools.setdefault(pool, stream) is stream, "a pool is for one stream"
+    before, _state.stream, _state.graph = current_stream(), stream or Stream(), graph
     try:
         yield
     finally:
         _state.graph = None
+        if graph.broken:
+            _broken.add(pool)
+        else:
+            _state.stream = before
 
 
 class Pool:
@@ -261,6 +274,10 @@ _streams: list[Stream] = []  # that are to do something late
 def current_stream(*_: Any) -> Stream:
     """The calling thread's, as on a card."""
     return getattr(_state, "stream", _default)
+
+
+def set_stream(stream: Stream) -> None:
+    _state.stream = stream
 
 
 @contextmanager
