@@ -51,12 +51,22 @@ class Report:
     matmul: float = float("nan")
     section: str = ""
     deadline: float = float("inf")
+    file: Path | None = None  # the results', without its ending
 
     def add(self, name: str, value: float, unit: str, bound: str = "", of: float = 0.0) -> None:
         """``of``: the bound in the same unit."""
         self.rows.append(Row(self.section, name, value, unit, value / of if of else None, bound))
         share = f"  {value / of:.2f} of {bound}" if of else ""
         print(f"{self.section:10} {name:52} {value:12.4g} {unit}{share}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """After every figure: a run that is killed, or whose device is lost, leaves what it has."""
+        if self.file is not None:
+            kept = {k: v for k, v in vars(self).items() if k not in ("deadline", "file")}
+            kept["rows"] = [asdict(row) for row in self.rows]
+            self.file.with_suffix(".json").write_text(json.dumps(kept, indent=1))
+            self.file.with_suffix(".md").write_text(self.markdown())
 
     def late(self) -> bool:
         return time.monotonic() > self.deadline
@@ -94,8 +104,8 @@ def main(title: str, module: str, name: str) -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("no CUDA device here; --dry-run goes the same ways on a CPU", file=sys.stderr)
         return 2
-    report, ends = Report(args.dry_run), time.monotonic() + args.seconds
-    file = args.out / name
+    args.out.mkdir(parents=True, exist_ok=True)
+    report, ends = Report(args.dry_run, file=args.out / name), time.monotonic() + args.seconds
     wanted = [each for each in args.only.split(",") if each] or [each for each, _, _ in sections]
     for name, budget, run in sections:
         if name not in wanted:
@@ -105,7 +115,7 @@ def main(title: str, module: str, name: str) -> int:
             report.errors[name] = "left out: no time"
             continue
         _run(report, name, min(budget, left), run)
-        _write(report, file)
+    report.write()
     print(report.markdown())
     return 1 if report.errors else 0
 
@@ -121,17 +131,13 @@ def _run(report: Report, name: str, seconds: float, run: Any) -> None:
         traceback.print_exc()
         report.errors[name] = f"{type(error).__name__}: {error}"[:2000]
     report.seconds[name] = time.monotonic() - started
+    report.write()
     gc.collect()  # engines and graphs that refer to each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _write(report: Report, file: Path) -> None:
-    """After every section: a run that is killed leaves what it has found."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    kept = {key: value for key, value in asdict(report).items() if key not in ("deadline",)}
-    file.with_suffix(".json").write_text(json.dumps(kept, indent=1))
-    file.with_suffix(".md").write_text(report.markdown())
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    except RuntimeError as error:  # the device was lost, which the next sections will say
+        print(f"after {name}: {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,41 @@ def test_every_section_runs_dry(tmp_path: Path, name: str, sections: int, row: s
     assert done.returncode == 0
     assert len({row["section"] for row in found["rows"]}) == sections
     assert f"| {row} |" in (tmp_path / f"{name}.md").read_text()
+
+
+LOST = """
+import os, signal, torch
+
+def fails(report):
+    report.add("before it", 1, "s")
+    torch.cuda.is_available, torch.cuda.empty_cache = (lambda: True), lose
+    lose()
+
+def lose():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def is_killed(report):
+    report.add("after it", 2, "s")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+SECTIONS = (("fails", 9, fails), ("is-killed", 9, is_killed))
+"""
+
+
+def test_a_section_that_loses_the_device_or_the_process_costs_no_figure(tmp_path: Path) -> None:
+    (tmp_path / "lost_sections.py").write_text(LOST)
+    code = "import gpu; gpu.main('', 'lost_sections', 'gpu')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--dry-run", "--out", str(tmp_path / "out")],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "benchmarks")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    found = json.loads((tmp_path / "out/gpu.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["before it", "after it"]
+    assert "an illegal memory access" in found["errors"]["fails"]
