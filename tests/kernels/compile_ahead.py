@@ -30,6 +30,7 @@ from rollout.weights import PLAIN, Box
 
 TARGET = GPUTarget("cuda", 90, 32)
 BF16, FP32 = torch.bfloat16, torch.float32
+_ONE_BYTE = (torch.float8_e4m3fn, torch.int8)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -90,6 +91,44 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from _linears()
     yield from _deltas()
     yield from _adapters()
+    yield from _others()
+
+
+def _others() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What differs by its constants in other models: Gemma's vocabulary; Qwen2.5's heads, seven to
+    one, heads of 96 and of 192, and blocks of 128; hidden sizes of 896 and 7168; a bias of one row;
+    regions of other dtypes.
+    """
+    none = torch.zeros(2, dtype=torch.int64)
+    draws = torch.zeros(2, 262144, dtype=BF16), none, torch.ones(2, 3), none, none.double()
+    yield "sample", lambda: kernel("sample")(*draws)
+    lengths, table = torch.tensor([40, 40]).int(), torch.zeros(2, 64, dtype=torch.int32)
+    for heads, kv_heads, dim, block in ((28, 4, 128, 32), (32, 32, 96, 128), (32, 8, 192, 16)):
+        kv = torch.zeros(9, kv_heads, block, dim, dtype=BF16)
+        for tokens in (2, 80):
+            q = torch.zeros(tokens, heads, dim, dtype=BF16)
+            starts = torch.tensor([0, tokens // 2, tokens]).int()
+            args = (q, kv, kv.clone(), starts, lengths, table, 0.1)
+            yield "paged_attention", lambda args=args: kernel("paged_attention")(*args)
+        q, k, turn = (
+            torch.zeros(2, *n, dtype=BF16) for n in ((heads, dim), (kv_heads, dim), (dim,))
+        )
+        args = (q, k, k.clone(), turn, turn, kv, kv.clone(), none)
+        yield "rope_and_cache", lambda args=args: kernel("rope_and_cache")(*args)
+    for size in (896, 7168):
+        x, weight = torch.zeros(1, size, dtype=BF16), torch.zeros(size, dtype=BF16)
+        yield "add_rms_norm", lambda x=x, w=weight: kernel("add_rms_norm")(x, x, w, 1e-5)
+        args = (x, torch.zeros(256, size, dtype=BF16), weight[:256].clone(), PLAIN, (256, size))
+        yield "linear", lambda args=args: kernel("linear")(*args)
+    box = Box((0, 0), (3, 4096))
+    half = torch.float16
+    for given, wanted in ((half, BF16), (BF16, half), *((d, d) for d in (*_ONE_BYTE, FP32, half))):
+        x, y = torch.zeros(3, 4096, dtype=given), torch.zeros(3, 4096, dtype=wanted)
+        place = DigestedAs((3, 4096), box, wanted)
+        part = DigestedAs((3, 4096), Box((0, 7), (3, 4096)), wanted)
+        yield "copy_regions", lambda x=x, y=y: kernel("copy_regions")([y, y[:, 7:]], [x, x[:, 7:]])
+        regions = [x, x[:, 7:]], [place, part]
+        yield "digest_regions", lambda regions=regions: kernel("digest_regions")(*regions)
 
 
 def _adapters() -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -74,8 +74,9 @@ def test_every_kernel_compiles_for_sm_90_and_fits_its_shared_memory() -> None:
     # Else a rounding of products to 16 bits is passed over: that was seen on a card.
     turns = [row for row in found if "rope_and_cache" in row["op"]]
     assert [row for row in turns if row["contracts"] and "NORM=False" in row["kernel"]] == []
-    # Regions of whole blocks are read in words of 16 bytes.
+    # Regions of whole blocks are read in words of 16 bytes; a thread has 8 elements.
     regions = [row for row in found if "_regions" in row["op"] and "WHOLE=True" in row["kernel"]]
+    regions = [row for row in regions if "uint8" not in row["kernel"]]
     assert {row["words"] for row in regions} == {True}
     with_kernels = {p.parent.name for p in (ROOT / "rollout/kernels").glob("*/gpu.py")}
     products = {"gated_linear", "quantized_linear"}  # launch silu_mul behind the library's product
