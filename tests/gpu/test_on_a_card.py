@@ -42,6 +42,7 @@ from rollout.weight_sync.protocol.delta import decode
 from rollout.weight_sync.protocol.messages import BucketEntry, WeightInfo
 from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
+from rollout.weight_sync.transports.cuda_memory import own_handles
 from rollout.weights import Box, TensorMeta
 
 pytestmark = [
@@ -513,6 +514,21 @@ def test_another_process_on_the_same_gpu_updates_the_engine(
         assert (packed == "None") == (transport != "inline")
         assert engine.weight_version == 1
         assert greedy_tokens(engine) != before
+
+
+def test_a_rank_in_the_senders_own_process_reads_what_others_map(
+    tiny_qwen3: Path, trained: Any
+) -> None:
+    """CUDA opens no handle in the process that it is of, as the first of ``from_ranks`` would."""
+    held = {name: x.detach().cuda() for name, x in trained.state_dict().items()}
+    apart = {name: x.mT.contiguous().mT if x.dim() > 1 else x for name, x in held.items()}
+    with card_engine(tiny_qwen3) as engine, Rollout.connect(engine.address) as there:
+        for source in (held, apart):  # where it lies, and packed
+            receipt = there.update_weights(source, transport="ipc")
+            assert receipt.transport == "ipc"
+            assert ("packed_because" in receipt.details) == (source is apart)
+            assert not engine.check_weights(trained).differing
+    assert not own_handles()
 
 
 def test_memory_that_cannot_be_mapped_is_packed_and_the_receipt_says_why(tiny_qwen3: Path) -> None:

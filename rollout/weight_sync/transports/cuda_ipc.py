@@ -184,6 +184,7 @@ class CudaIpcSender(Sender):
         self._kept: list[Tensor] = []  # the source's, which a member that was given up may read
         self._starts: list[int] = []  # ascending: of the allocations whose handles were given out
         self._given: list[tuple[Allocation, str]] = []
+        self._own: list[tuple[str, bytes]] = []  # in ``own_handles``
         self._uuids: dict[torch.device, str] = {}
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -198,7 +199,7 @@ class CudaIpcSender(Sender):
         with torch.cuda.device(self._device):
             self._pointer = self._runtime.allocate(size)
             try:
-                handle = self._runtime.handle(self._pointer)
+                handle = self._own_handle(self._pointer)
             except TransferFailed:
                 self._runtime.free(self._pointer)
                 raise
@@ -294,11 +295,18 @@ class CudaIpcSender(Sender):
         if start + size > around.start + around.nbytes:
             raise TransferFailed("it reaches over several allocations")
         with torch.cuda.device(tensor.device):
-            raw = self._runtime.handle(around.start)
+            raw = self._own_handle(around.start)
         handle = pack_handle(self._uuid(tensor.device), around.nbytes, self._secret, raw)
         self._starts.insert(at, around.start)
         self._given.insert(at, (around, handle))
         return around, handle
+
+    def _own_handle(self, start: int) -> bytes:
+        """Of an allocation; a rank of this process finds it by that."""
+        handle = self._runtime.handle(start)
+        self._own.append((self._secret, handle))
+        cuda_memory.own_handles()[self._own[-1]] = start
+        return handle
 
     def _uuid(self, device: torch.device) -> str:
         if device not in self._uuids:
@@ -323,6 +331,8 @@ class CudaIpcSender(Sender):
         if self._unread and self._pointer:
             self._until_unread()
         pointer, self._pointer = self._pointer, 0
+        while self._own:
+            cuda_memory.own_handles().pop(self._own.pop(), None)
         if pointer:
             whole, self.buffers = self._whole, ()
             del self._whole
@@ -361,7 +371,7 @@ class CudaIpcReceiver:
         owner = self._owner(uuid)
         self._reads = torch.cuda.current_stream(self._device)
         with torch.cuda.device(owner):
-            mapped = _Mapped(handle, size, owner, self._flag, self._reads)
+            mapped = _Mapped(shared.secret, handle, size, owner, self._flag, self._reads)
             self._memory = torch.as_tensor(mapped, device=owner)
 
     def _owner(self, uuid: str) -> torch.device:
@@ -393,7 +403,7 @@ class CudaIpcReceiver:
             raise self._refused(str(error)) from error
         owner = self._owner(uuid)
         with torch.cuda.device(owner):
-            region = _Region(handle, size, owner, memory, self._reads)
+            region = _Region(self._shared.secret, handle, size, owner, memory, self._reads)
             return torch.as_tensor(region, device=owner)
 
     def close(self) -> None:
@@ -405,60 +415,74 @@ class CudaIpcReceiver:
         return TransferFailed(f"rank {self._rank}: the shared GPU memory is refused: {why}")
 
 
-class _Region(ForeignMemory):
-    """An allocation of the sender's own, as long as the update or a view lasts.
-
-    ``memory``: that with the flags, which says that this process is reading until this is gone.
-    ``reads``: the stream of what reads it.
-    """
+class _Shared(ForeignMemory):
+    """Memory of a sender: of another process by its handle, of this one as it lies there."""
 
     def __init__(
-        self, handle: bytes, nbytes: int, device: torch.device, memory: Tensor, reads: Any
+        self, secret: str, handle: bytes, nbytes: int, device: torch.device, reads: Any
     ) -> None:
-        self._runtime, self._device, self._memory = cuda_memory.runtime(), device, memory
-        self._reads = reads
-        super().__init__(self._runtime.open(handle), nbytes)
-        found = self._runtime.around(self.pointer)
-        if found.start + found.nbytes < self.pointer + nbytes:
-            raise TransferFailed(f"{found.nbytes} bytes were mapped, {nbytes} announced")
+        """``secret``: the sender's. ``reads``: the stream of what reads it."""
+        self._runtime, self._device, self._reads = cuda_memory.runtime(), device, reads
+        own = cuda_memory.own_handles().get((secret, handle))
+        self._opened = own is None
+        super().__init__(self._runtime.open(handle) if own is None else own, nbytes)
 
     def __del__(self) -> None:
-        pointer = getattr(self, "pointer", 0)
-        if not pointer:
+        if not getattr(self, "pointer", 0):
             return
         try:
             self._reads.synchronize()  # a launch may still read it
             with torch.cuda.device(self._device):
-                self._runtime.close(pointer)
+                self._leave()
+                if self._opened:
+                    self._runtime.close(self.pointer)
         except (TransferFailed, RuntimeError) as error:
             _log.warning("a sender's GPU memory could not be unmapped: %s", error)
 
+    def _leave(self) -> None:
+        """Nothing reads it any more."""
 
-class _Mapped(ForeignMemory):
-    """A sender's memory in this process: flagged while it is open, unmapped at its end.
 
-    ``reads``: the stream of what reads it.
+class _Region(_Shared):
+    """An allocation of the sender's own, as long as the update or a view lasts.
+
+    ``memory``: that with the flags, which says that this process is reading until this is gone.
     """
 
     def __init__(
-        self, handle: bytes, nbytes: int, device: torch.device, flag: int, reads: Any
+        self,
+        secret: str,
+        handle: bytes,
+        nbytes: int,
+        device: torch.device,
+        memory: Tensor,
+        reads: Any,
     ) -> None:
-        self._runtime, self._device, self._flag = cuda_memory.runtime(), device, flag
-        self._reads, self._writes = reads, torch.cuda.current_stream(device).cuda_stream
-        super().__init__(self._runtime.open(handle), nbytes)
+        self._memory = memory
+        super().__init__(secret, handle, nbytes, device, reads)
+        found = self._runtime.around(self.pointer)
+        if found.start + found.nbytes < self.pointer + nbytes:
+            raise TransferFailed(f"{found.nbytes} bytes were mapped, {nbytes} announced")
+
+
+class _Mapped(_Shared):
+    """A sender's memory in this process: flagged while it is open, unmapped at its end."""
+
+    def __init__(
+        self,
+        secret: str,
+        handle: bytes,
+        nbytes: int,
+        device: torch.device,
+        flag: int,
+        reads: Any,
+    ) -> None:
+        self._flag, self._writes = flag, torch.cuda.current_stream(device).cuda_stream
+        super().__init__(secret, handle, nbytes, device, reads)
         self._runtime.set_byte(self.pointer + flag, _OPEN, self._writes)
 
-    def __del__(self) -> None:
-        pointer = getattr(self, "pointer", 0)
-        if not pointer:
-            return
-        try:
-            self._reads.synchronize()
-            with torch.cuda.device(self._device):
-                self._runtime.set_byte(pointer + self._flag, _CLOSED, self._writes)
-                self._runtime.close(pointer)
-        except (TransferFailed, RuntimeError) as error:
-            _log.warning("a sender's GPU memory could not be unmapped: %s", error)
+    def _leave(self) -> None:
+        self._runtime.set_byte(self.pointer + self._flag, _CLOSED, self._writes)
 
 
 def _free(
