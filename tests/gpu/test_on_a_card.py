@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -432,6 +433,51 @@ def test_two_ranks_give_what_one_gives(tiny_qwen3: Path, trained: Any) -> None:
         for model, wanted in ((plain_model(tiny_qwen3), before), (trained, after)):
             two.update_weights(model, staging="none")  # what a step may read is not written
             assert greedy_tokens(two) == wanted
+
+
+# A process of a job whose ranks are one engine's, each on its own card.
+RANK = """
+import json, sys, torch, torch.distributed as dist
+from safetensors.torch import load_file
+from card_engines import GREEDY, PROMPTS, card_settings
+from rollout import Rollout
+path, meet, rank = sys.argv[1:]
+dist.init_process_group("gloo", init_method="file://" + meet, rank=int(rank), world_size=2)
+torch.cuda.set_device(int(rank))
+held = {name: x.mul_(1.5).cuda() for name, x in load_file(path + "/model.safetensors").items()}
+with Rollout.from_ranks(path, **card_settings(cuda_graphs="off")) as ranks:
+    tokens, receipt = [], None
+    for source in (None, held):
+        receipt = ranks.update_weights(source) if source else None
+        tokens.append([out.outputs[0].token_ids for out in ranks.generate(PROMPTS, GREEDY)])
+print(json.dumps([tokens, receipt.transport, receipt.details["read_in_place"]]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
+def test_processes_of_a_job_are_ranks_on_cards_and_map_what_the_first_one_holds(
+    tiny_qwen3: Path, trained: Any, tmp_path: Path
+) -> None:
+    with card_engine(tiny_qwen3, device="cpu") as one:
+        wanted = [greedy_tokens(one)]
+        one.update_weights(trained)
+        wanted.append(greedy_tokens(one))
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", RANK, str(tiny_qwen3), str(tmp_path / "meet")]
+    jobs = [
+        subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, text=True)
+        for rank in range(RANKS)
+    ]
+    try:
+        told = [job.communicate(timeout=240)[0].splitlines()[-1:] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    count = len(trained.state_dict())
+    assert [json.loads(line) for [line] in told] == [[wanted, "ipc", f"{count} tensors"]] * RANKS
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
