@@ -125,7 +125,8 @@ class Scheme:
         if self.codes == "e2m1":
             stored, scale = _powers(largest)
         else:
-            stored = scale = (largest / self.largest).clamp_min(_TINY)
+            # Not by a number: a GPU would multiply by its inverse, and scales differ from a CPU's.
+            stored = scale = (largest / largest.new_full((), self.largest)).clamp_min(_TINY)
         scaled = (cells / scale[:, None, :, None]).view(padded.shape)[:n, :k]
         return self._codes(scaled), stored.repeat_interleave(high, dim=0)[:n]
 

@@ -45,6 +45,7 @@ from rollout.weight_sync.trainer.weight_report import WeightReport
 from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
 from rollout.weight_sync.transports.cuda_memory import own_handles
 from rollout.weights import Box, TensorMeta
+from rollout.weights.quantization import SCHEMES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -416,6 +417,15 @@ def test_made_up_weights_are_those_of_a_cpu() -> None:
     )
     assert there.is_cuda
     assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_weights_are_quantised_on_a_card_as_on_a_cpu(name: str) -> None:
+    """Bit for bit: a shadow in host memory is quantised there, a fresh start's weights on it."""
+    values = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    wanted = SCHEMES[name].quantize(values)
+    found = SCHEMES[name].quantize(values.cuda())
+    assert [torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True)] == [True, True]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")

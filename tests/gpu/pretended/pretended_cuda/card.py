@@ -38,6 +38,7 @@ DESCRIBE = {
     *("__len__", "untyped_storage", "storage_offset", "is_floating_point", "type", "nelement"),
     *("is_pinned", "is_complex", "is_inference", "__hash__", "__format__"),
 }
+DIVIDES = {"div", "divide", "true_divide", "__truediv__"}
 _cards: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -89,6 +90,8 @@ def run_on_card(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if name not in DESCRIBE:
         _check_devices(name, args, kwargs)
     kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+    if name in DIVIDES and not kwargs and _is_number(args[1]) and args[0].is_floating_point():
+        func, args = _times_inverse, (args[0], float(args[1]))
     plain_args, plain_kwargs = plain_of(args), plain_of(kwargs)
     run: Any = functools.partial(func, *plain_args, **plain_kwargs)
     if name not in DESCRIBE:
@@ -101,6 +104,17 @@ def run_on_card(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     # What was changed in place comes back as it is.
     before = {id(x.inner): x for x in all_tensors((args, kwargs)) if isinstance(x, Card)}
     return tree_map(lambda x: before[id(x)] if id(x) in before else wrapped(x), found)
+
+
+def _is_number(value: Any) -> bool:
+    """Of the host: also in a tensor."""
+    return not isinstance(value, Card) and (not isinstance(value, Tensor) or not value.dim())
+
+
+def _times_inverse(values: Tensor, number: float) -> Tensor:
+    """As torch's kernel divides by a number of the host."""
+    wide = values.double() if values.dtype == torch.float64 else values.float()
+    return (wide * (1 / wide.new_full((), number))).to(values.dtype)
 
 
 def _attribute(func: Any, name: str, args: tuple[Any, ...]) -> Any:
