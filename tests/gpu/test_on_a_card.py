@@ -34,7 +34,7 @@ from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker import draw_graphs, weight_instances
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
 from rollout.engine.worker.draw_graphs import CapturePool, DrawGraphs, capture
-from rollout.errors import ChecksumMismatch, EngineClosed
+from rollout.errors import ChecksumMismatch, EngineClosed, TransferFailed
 from rollout.integrations.fan_out import FanOut
 from rollout.kernels import copy_regions, digest_regions, gpu_launch
 from rollout.loader.dummy import DummyFiles
@@ -42,6 +42,7 @@ from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.delta import decode
 from rollout.weight_sync.protocol.messages import BucketEntry, WeightInfo
 from rollout.weight_sync.trainer.weight_report import WeightReport
+from rollout.weight_sync.transports import cuda_ipc
 from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
 from rollout.weight_sync.transports.cuda_memory import own_handles
 from rollout.weights import Box, TensorMeta
@@ -71,6 +72,7 @@ DIE = """
 import os, signal, sys, threading, time
 import safetensors.torch, rollout.api.sync_rollout
 from rollout.weight_sync.trainer.weight_report import WeightReport
+from rollout.weight_sync.transports import cuda_ipc
 from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
 announce = CudaIpcSender.in_place
 def die(self, channel, header, regions):
@@ -599,7 +601,10 @@ def test_memory_that_cannot_be_mapped_is_packed_and_the_receipt_says_why(tiny_qw
         assert greedy_tokens(engine) != before
 
 
-def test_buckets_that_nothing_will_be_packed_into_take_little_memory() -> None:
+def test_buckets_that_nothing_will_be_packed_into_take_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is none even for that, nothing is left of what was to be mapped."""
     info = WeightInfo(
         epoch=1,
         version=0,
@@ -618,6 +623,10 @@ def test_buckets_that_nothing_will_be_packed_into_take_little_memory() -> None:
         sender = CudaIpcSender(info, 4 << 20, 1.0, lambda staying=staying: staying)
         assert [buffer.numel() for buffer in sender.buffers] == [nbytes] * 2
         sender.close()
+    monkeypatch.setattr(cuda_ipc, "FLAGS", 1 << 60)
+    with pytest.raises(TransferFailed):
+        CudaIpcSender(info, 4 << 20, 1.0, lambda: [held])
+    assert not own_handles()
 
 
 @pytest.mark.timeout(600)

@@ -196,12 +196,15 @@ class CudaIpcSender(Sender):
             needed = min(needed, _LEAST_HALF)
         half = whole_pages(min(bucket_bytes, needed, MAX_HALF))
         size = FLAGS + 2 * half
+        self._pointer = 0
         with torch.cuda.device(self._device):
-            self._pointer = self._runtime.allocate(size)
             try:
+                self._pointer = self._runtime.allocate(size)
                 handle = self._own_handle(self._pointer)
             except TransferFailed:
-                self._runtime.free(self._pointer)
+                self._disown()
+                if self._pointer:
+                    self._runtime.free(self._pointer)
                 raise
         whole = self._whole = tensor_at(self._pointer, size, self._device)
         whole[:FLAGS].zero_()
@@ -308,6 +311,10 @@ class CudaIpcSender(Sender):
         cuda_memory.own_handles()[self._own[-1]] = start
         return handle
 
+    def _disown(self) -> None:
+        while self._own:
+            cuda_memory.own_handles().pop(self._own.pop(), None)
+
     def _uuid(self, device: torch.device) -> str:
         if device not in self._uuids:
             self._uuids[device] = gpu_uuid(device)
@@ -331,8 +338,7 @@ class CudaIpcSender(Sender):
         if self._unread and self._pointer:
             self._until_unread()
         pointer, self._pointer = self._pointer, 0
-        while self._own:
-            cuda_memory.own_handles().pop(self._own.pop(), None)
+        self._disown()
         if pointer:
             whole, self.buffers = self._whole, ()
             del self._whole

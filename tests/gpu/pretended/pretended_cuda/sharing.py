@@ -68,6 +68,8 @@ class Runtime:
         self._held: dict[int, tuple[mmap.mmap, Path | None]] = {}
 
     def allocate(self, nbytes: int) -> int:
+        if nbytes > 1 << 40:
+            raise TransferFailed("cudaMalloc failed: out of memory (2)")
         descriptor, name = tempfile.mkstemp(prefix="card-")
         os.truncate(descriptor, nbytes)
         os.close(descriptor)
