@@ -77,8 +77,21 @@ def test_what_all_ranks_hold_is_the_unsharded_model_bit_for_bit(
     replicas = 2 if kind == "PlainSource" or name == "hsdp" else 1
     for key, tensor in wanted.items():
         assert torch.equal(values[key], tensor), key
-        whole = "correction" in key  # buffers are whole on every rank
-        assert (counts[key] == (2 if whole else replicas)).all(), key
+        first = "correction" in key  # buffers are the first rank's
+        assert (counts[key] == (1 if first else replicas)).all(), key
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp_own_buffers", "fsdp1_own_buffers", "fsdp2_own_buffers", "fsdp2_own_items"]
+)
+def test_of_a_plain_tensor_that_differs_between_ranks_the_first_ones_is_sent(
+    job: Job, name: str
+) -> None:
+    wanted = expected(Tiny(), BF16)
+    values, _ = assembled(*job, name, wanted)
+    assert torch.equal(values["model.correction"], wanted["model.correction"])
+    found = load_file(job[0] / f"{name}.safetensors")
+    assert torch.equal(found["model.correction"], wanted["model.correction"])
 
 
 def test_a_head_that_the_trainer_alone_ties_is_sent_by_itself(job: Job) -> None:

@@ -69,8 +69,14 @@ def test_what_all_ranks_hold_is_the_unsharded_model_bit_for_bit(
     values, counts = assembled(*job, name, wanted)
     for key, tensor in wanted.items():
         assert torch.equal(values[key], tensor), key
-        whole = "correction" in key  # buffers are whole on every rank
-        assert (counts[key] == (1 if kind == "ZeroSource" and not whole else 2)).all(), key
+        first = "correction" in key  # buffers are the first rank's
+        assert (counts[key] == (1 if kind == "ZeroSource" or first else 2)).all(), key
+
+
+def test_of_a_buffer_that_differs_between_ranks_the_first_ones_is_sent(job: Job) -> None:
+    wanted = expected(Tiny(), FP32)
+    values, _ = assembled(*job, "zero3_own_buffers", wanted)
+    assert torch.equal(values["model.correction"], wanted["model.correction"])
 
 
 def test_what_was_changed_while_it_is_gathered_is_not_sent(job: Job) -> None:

@@ -68,6 +68,17 @@ def gathers(job: Rank) -> None:
     job.gather("hsdp", sharded(Tiny(), mesh=mesh), BF16)
     job.gather("fsdp1", flat(use_orig_params=True), BF16)
     job.gather("fsdp1_flat", flat(use_orig_params=False), BF16)
+    # Nothing keeps buffers, or what a wrapper ignores, alike on all ranks.
+    for name, model, wrapped_in in (
+        ("fsdp2", sharded(Tiny()), None),
+        ("fsdp1", flat(use_orig_params=True), None),
+        ("ddp", Tiny(), DistributedDataParallel),
+    ):
+        found = wrapped_in(model) if wrapped_in else model  # which brings buffers into line
+        model.model.correction.add_(job.rank)
+        job.gather(f"{name}_own_buffers", found, BF16)
+    items = list(sharded(Tiny()).state_dict().items())
+    job.gather("fsdp2_own_items", [(n, t + job.rank if "corr" in n else t) for n, t in items], BF16)
 
 
 def failures(job: Rank) -> None:

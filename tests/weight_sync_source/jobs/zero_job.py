@@ -37,6 +37,9 @@ if __name__ == "__main__":
     job.outcome["repartitioned"] = all(p.numel() == 0 for p in three.module.parameters())
     job.gather("zero3_persistent", engine(3, bf16=False, threshold=100_000), torch.float32)
     job.gather("zero3_bf16", engine(3, bf16=True), torch.bfloat16)
+    own = engine(3, bf16=False)
+    own.module.model.correction.add_(job.rank)
+    job.gather("zero3_own_buffers", own, torch.float32)
     job.gather("zero2", engine(2, bf16=False), torch.bfloat16)
     job.gather("zero1_bf16", engine(1, bf16=True), torch.bfloat16)
 

@@ -64,17 +64,24 @@ class FSDP1Source(BoundSource):
         found = []
         for name, tensor in self._bound.items():
             place = self._places[tensor]
-            start, values = place.interval()
+            start, values = self._interval(place)
             found.append((name, interval_boxes(place.shape, start, start + len(values))))
         return found
 
     @torch.no_grad()
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         place = self._places[self._bound[name]]
-        start, values = place.interval()
+        start, values = self._interval(place)
         return interval_values(
             place.shape, start, values.to(self._naming.dtype_of(place.name, place.dtype))
         )
+
+    def _interval(self, place: _Place) -> tuple[int, Tensor]:
+        """What this rank sends: of what is not flattened (buffers, what FSDP ignores), which
+        nothing keeps alike on all ranks, the first one's is sent.
+        """
+        start, values = place.interval()
+        return start, values[:0] if place.flat is None and not self.agreement.is_sender else values
 
 
 @dataclass(frozen=True)

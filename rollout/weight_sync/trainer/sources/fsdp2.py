@@ -138,16 +138,23 @@ class FSDP2Source(BoundSource):
             self._buffer, self._cast = None, (None, None)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
-        return [(name, local_box(tensor)) for name, tensor in self._bound.items()]
+        return [(name, self._held(tensor)) for name, tensor in self._bound.items()]
 
     @torch.no_grad()
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor, (gathered, cast) = self._bound[name], self._cast
         if gathered is tensor and cast is not None:
-            return [(box, cast.reshape(box.shape)) for box in local_box(tensor)]
+            return [(box, cast.reshape(box.shape)) for box in self._held(tensor)]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         value = readable(name, local).to(self._naming.dtype_of(name, tensor.dtype))
-        return [(box, value.reshape(box.shape)) for box in local_box(tensor)]
+        return [(box, value.reshape(box.shape)) for box in self._held(tensor)]
+
+    def _held(self, tensor: Tensor) -> list[Box]:
+        """The box that this rank sends: of a plain tensor, which nothing keeps alike on all ranks,
+        the first one's is sent.
+        """
+        plain = not isinstance(tensor, DTensor)
+        return [] if plain and not self.agreement.is_sender else local_box(tensor)
 
 
 Weights = nn.Module | Pairs

@@ -57,9 +57,16 @@ class PlainSource(BoundSource):
                 yield name, cast.copy_(held)
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
-        return [(name, [Box.full(tuple(t.shape))]) for name, t in self._bound.items()]
+        return [(name, self._held(tensor)) for name, tensor in self._bound.items()]
 
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = readable(name, self._bound[name])
         value = tensor.to(self._naming.dtype_of(name, tensor.dtype))
-        return [(Box.full(tuple(tensor.shape)), value)]
+        return [(box, value) for box in self._held(self._bound[name])]
+
+    def _held(self, tensor: Tensor) -> list[Box]:
+        """All of it, but of a buffer, which between DDP's forwards nothing keeps alike on all
+        ranks, the first one's is sent.
+        """
+        sends = self.agreement.is_sender or isinstance(tensor, nn.Parameter)
+        return [Box.full(tuple(tensor.shape))] if sends else []

@@ -45,16 +45,24 @@ class ZeroSource(BoundSource):
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         found = []
         for name, tensor in self._bound.items():
-            start, values = partition(tensor) or (0, tensor.new_empty(0))
+            start, values = self._part(tensor)
             found.append((name, interval_boxes(full_shape(tensor), start, start + len(values))))
         return found
 
     @torch.no_grad()
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = self._bound[name]
-        start, values = partition(tensor) or (0, tensor.new_empty(0))
+        start, values = self._part(tensor)
         cast = readable(name, values).to(self._naming.dtype_of(name, tensor.dtype))
         return interval_values(full_shape(tensor), start, cast)
+
+    def _part(self, tensor: Tensor) -> tuple[int, Tensor]:
+        """What this rank sends: of what is not partitioned (buffers), which nothing keeps alike on
+        all ranks, the first one's is sent.
+        """
+        start, values = partition(tensor) or (0, tensor.new_empty(0))
+        whole = getattr(tensor, "ds_tensor", None) is None
+        return start, values[:0] if whole and not self.agreement.is_sender else values
 
     def _runs(self) -> Iterator[list[tuple[str, Tensor]]]:
         run: list[tuple[str, Tensor]] = []
