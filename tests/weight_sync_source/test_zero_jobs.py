@@ -73,6 +73,10 @@ def test_what_all_ranks_hold_is_the_unsharded_model_bit_for_bit(
         assert (counts[key] == (1 if kind == "ZeroSource" or first else 2)).all(), key
 
 
+def test_a_model_that_was_sent_in_inference_mode_trains_on(job: Job) -> None:
+    assert [rank["trains_on"] for rank in job[1]] == [None, None]
+
+
 def test_of_a_buffer_that_differs_between_ranks_the_first_ones_is_sent(job: Job) -> None:
     wanted = expected(Tiny(), FP32)
     values, _ = assembled(*job, "zero3_own_buffers", wanted)

@@ -81,6 +81,20 @@ def gathers(job: Rank) -> None:
     job.gather("fsdp2_own_items", [(n, t + job.rank if "corr" in n else t) for n, t in items], BF16)
 
 
+def between_evaluations(job: Rank) -> None:
+    """Gathered where gradients are off, and trained on."""
+    model = flat(use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.inference_mode():
+        job.gather("fsdp1_inference", model, BF16)
+    try:
+        model(IDS).sum().backward()
+        optimizer.step()
+        job.outcome["trains_on"] = None
+    except RuntimeError as error:
+        job.outcome["trains_on"] = str(error)
+
+
 def failures(job: Rank) -> None:
     model = sharded(Tiny())
 
@@ -230,6 +244,7 @@ def who_calls(job: Rank) -> None:
 if __name__ == "__main__":
     rank = Rank()
     gathers(rank)
+    between_evaluations(rank)
     failures(rank)
     untied_there(rank)
     summoned = flat(use_orig_params=True)

@@ -35,6 +35,14 @@ if __name__ == "__main__":
     three(torch.arange(6).view(1, 6))  # and once more after a forward, which gathers by itself
     job.gather("zero3_used", three, torch.bfloat16)
     job.outcome["repartitioned"] = all(p.numel() == 0 for p in three.module.parameters())
+    loss = three(torch.arange(6).view(1, 6)).sum()
+    with torch.inference_mode():
+        job.gather("zero3_inference", three, torch.float32)
+    try:
+        three.backward(loss)
+        job.outcome["trains_on"] = None
+    except AttributeError as error:
+        job.outcome["trains_on"] = str(error)
     job.gather("zero3_persistent", engine(3, bf16=False, threshold=100_000), torch.float32)
     job.gather("zero3_bf16", engine(3, bf16=True), torch.bfloat16)
     own = engine(3, bf16=False)

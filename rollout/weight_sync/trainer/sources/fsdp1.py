@@ -43,6 +43,7 @@ class FSDP1Source(BoundSource):
         for unit, among in groupby(items, key=lambda item: item[1].unit):
             yield from self._summoned(unit, list(among))
 
+    @torch.inference_mode(False)  # what FSDP allocates in here it trains with later
     @torch.no_grad()
     def _summoned(
         self, unit: FullyShardedDataParallel | None, items: list[tuple[str, _Place]]

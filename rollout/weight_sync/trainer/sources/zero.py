@@ -76,6 +76,7 @@ class ZeroSource(BoundSource):
             size += nbytes
         yield run
 
+    @torch.inference_mode(False)  # what DeepSpeed allocates in here it trains with later
     @torch.no_grad()
     def _gather(self, run: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Collective: the run's tensors whole on the sender, as meta tensors elsewhere."""
