@@ -23,6 +23,7 @@ SCENARIOS = [
     ("zero3_bf16", "ZeroSource", BF16),
     ("zero2", "PlainSource", BF16),
     ("zero1_bf16", "PlainSource", BF16),
+    ("zero1_sequences", "PlainSource", BF16),
 ]
 
 

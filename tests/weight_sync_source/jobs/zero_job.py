@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
@@ -14,7 +17,9 @@ from rollout.weight_sync.trainer.sources.detect import detect
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def engine(stage: int, bf16: bool, threshold: int = 0) -> deepspeed.DeepSpeedEngine:
+def engine(
+    stage: int, bf16: bool, threshold: int = 0, mpu: Any = None
+) -> deepspeed.DeepSpeedEngine:
     model = Tiny()
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -22,7 +27,7 @@ def engine(stage: int, bf16: bool, threshold: int = 0) -> deepspeed.DeepSpeedEng
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": threshold},
     }
     optimizer = torch.optim.AdamW(model.parameters())
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)[0]
 
 
 if __name__ == "__main__":
@@ -66,6 +71,9 @@ if __name__ == "__main__":
             raise ValueError("the trainer tripped")
 
     job.failing("raises", source.agreement, list(source), on_rank_1)
+    # Last, as DeepSpeed remembers it: the ranks share each sequence.
+    parallel_state_sp.initialize_sequence_parallel(2)
+    job.gather("zero1_sequences", engine(1, bf16=False, mpu=parallel_state_sp), torch.bfloat16)
     job.finish()
     dist.barrier()
     dist.destroy_process_group()

@@ -73,7 +73,8 @@ def ranks_of_whole(obj: Any) -> tuple[int, ...] | None:
     if _is_a(obj, *_DDP):
         group = obj.process_group
     elif _is_a(obj, *_ENGINE):
-        group = obj.data_parallel_group  # ZeRO-1 and 2: every rank has the whole weights
+        # ZeRO-1 and 2: every rank has the whole weights, those that share a sequence, too.
+        group = obj.seq_data_parallel_group
     if group is None:
         return None
     import torch.distributed as dist
