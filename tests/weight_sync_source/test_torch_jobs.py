@@ -94,6 +94,12 @@ def test_of_a_plain_tensor_that_differs_between_ranks_the_first_ones_is_sent(
     assert torch.equal(found["model.correction"], wanted["model.correction"])
 
 
+def test_a_model_that_was_sent_before_its_first_forward_runs(job: Job) -> None:
+    wanted, found = expected(Tiny(), BF16), load_file(job[0] / "fsdp1_bare_root.safetensors")
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    assert [rank["runs_first"] for rank in job[1]] == [None, None]
+
+
 def test_a_model_that_was_sent_in_inference_mode_trains_on(job: Job) -> None:
     wanted, found = expected(Tiny(), BF16), load_file(job[0] / "fsdp1_inference.safetensors")
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())

@@ -81,8 +81,17 @@ def gathers(job: Rank) -> None:
     job.gather("fsdp2_own_items", [(n, t + job.rank if "corr" in n else t) for n, t in items], BF16)
 
 
-def between_evaluations(job: Rank) -> None:
-    """Gathered where gradients are off, and trained on."""
+def sent_and_used(job: Rank) -> None:
+    """Gathered before it has run, or where gradients are off, and gone on with."""
+    units = flat(use_orig_params=True)
+    root = FullyShardedDataParallel(units, device_id=torch.device("cpu"), use_orig_params=True)
+    job.gather("fsdp1_bare_root", root, BF16)  # which has no parameters of its own
+    try:
+        root(IDS)
+        job.outcome["runs_first"] = None
+    except AssertionError as error:
+        job.outcome["runs_first"] = str(error)
+
     model = flat(use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.inference_mode():
@@ -244,7 +253,7 @@ def who_calls(job: Rank) -> None:
 if __name__ == "__main__":
     rank = Rank()
     gathers(rank)
-    between_evaluations(rank)
+    sent_and_used(rank)
     failures(rank)
     untied_there(rank)
     summoned = flat(use_orig_params=True)

@@ -51,8 +51,13 @@ class FSDP1Source(BoundSource):
         """Copies of a unit's tensors, cast, on the sender; meta tensors elsewhere."""
         if unit is None or _is_other_replica(unit):
             return [(name, self._copy(place)) for name, place in items]
+        is_new = unit._is_root is None
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-            return [(name, self._copy(place)) for name, place in items]
+            found = [(name, self._copy(place)) for name, place in items]
+        if is_new:  # it counts as a root now, which its model's first forward would trip over
+            for part in FullyShardedDataParallel.fsdp_modules(unit):
+                part._reset_lazy_init()
+        return found
 
     def _copy(self, place: _Place) -> Tensor:
         dtype = self._naming.dtype_of(place.name, place.dtype)
