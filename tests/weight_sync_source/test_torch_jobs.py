@@ -203,6 +203,14 @@ def test_parameters_that_are_summoned_are_not_sent(job: Job) -> None:
         assert rank["no longer summoned"] is None
 
 
+def test_what_an_outer_unit_has_flattened_is_refused_with_the_remedy(job: Job) -> None:
+    first, second = job[1]
+    said = "lies in the flat parameter of an FSDP unit around what was passed; pass the FSDP model"
+    assert f"norm.weight {said}" in first["beneath"]
+    assert said in f"{first['beneath all']} {second['beneath all']}"
+    assert first["a unit"] is second["a unit"] is None
+
+
 def test_a_source_that_is_used_twice_says_so_and_blames_no_rank(job: Job) -> None:
     for rank in job[1]:
         assert rank["used"]["type"] == "SourceFailed"

@@ -260,6 +260,10 @@ if __name__ == "__main__":
     with FullyShardedDataParallel.summon_full_params(summoned):
         rank.refused("summoned", summoned)
     rank.refused("no longer summoned", summoned)
+    rank.refused("beneath", summoned.model)
+    rank.refused("a unit", summoned.model.layers[0])
+    whole = FullyShardedDataParallel(Tiny(), device_id=torch.device("cpu"), use_orig_params=True)
+    rank.refused("beneath all", whole.model)
     who_calls(rank)
     rank.finish()
     dist.barrier()

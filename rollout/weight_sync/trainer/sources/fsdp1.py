@@ -16,7 +16,7 @@ from rollout.errors import ConfigError
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource
 from rollout.weight_sync.trainer.sources.names import Naming
-from rollout.weight_sync.trainer.sources.values import readable
+from rollout.weight_sync.trainer.sources.values import check_all, readable
 from rollout.weights import Box
 from rollout.weights.box import interval_boxes, interval_values
 
@@ -37,6 +37,8 @@ class FSDP1Source(BoundSource):
         self._places = _places(module)
         items = [(place.name, stand_in) for stand_in, place in self._places.items()]
         super().__init__(module, items, naming, agreement)
+        whole = [(name, t) for name, t in self._bound.items() if self._places[t].flat is None]
+        check_all(whole)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         items = ((name, self._places[tensor]) for name, tensor in self._bound.items())

@@ -49,6 +49,11 @@ def fault(tensor: Any) -> str | None:
         return "is partitioned by ZeRO-3; pass the engine, or its module, on every rank"
     if getattr(tensor, "_is_flat_param", False):
         return "is what FSDP made of several tensors; pass the FSDP model itself, on every rank"
+    if getattr(tensor, "_fsdp_flattened", False) and not tensor.numel():
+        return (
+            "lies in the flat parameter of an FSDP unit around what was passed; pass the FSDP "
+            "model itself, on every rank, or wrap this part of it as a unit of its own"
+        )
     if tensor.is_meta:
         return "is on the meta device and holds no values; load or initialise it first"
     if tensor.dtype not in _SENDABLE:
