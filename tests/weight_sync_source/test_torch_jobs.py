@@ -106,6 +106,17 @@ def test_a_model_that_was_sent_in_inference_mode_trains_on(job: Job) -> None:
     assert [rank["trains_on"] for rank in job[1]] == [None, None]
 
 
+@pytest.mark.parametrize("name", ["fsdp1_amid", "fsdp2_amid"])
+def test_between_forward_and_backward_a_model_is_sent_and_gets_the_same_gradients(
+    job: Job, name: str
+) -> None:
+    wanted, found = expected(Tiny(), BF16), load_file(job[0] / f"{name}.safetensors")
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    for rank in job[1]:
+        assert rank[f"{name}_gradients"]
+        assert all(rank[f"{name}_gradients"])
+
+
 def test_a_head_that_the_trainer_alone_ties_is_sent_by_itself(job: Job) -> None:
     for rank in job[1]:
         sent = rank["untied_there"]

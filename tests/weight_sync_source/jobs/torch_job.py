@@ -104,6 +104,25 @@ def sent_and_used(job: Rank) -> None:
         job.outcome["trains_on"] = str(error)
 
 
+def amid_a_step(job: Rank) -> None:
+    """Gathered between forward and backward: the gradients are those without."""
+
+    def gradients(model: nn.Module, name: str) -> list[torch.Tensor]:
+        loss = model(IDS).square().sum()
+        if name:
+            job.gather(name, model, BF16)
+        loss.backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        return [getattr(grad, "_local_tensor", grad) for grad in found]
+
+    for name, build in (
+        ("fsdp1_amid", lambda: flat(use_orig_params=True)),
+        ("fsdp2_amid", lambda: sharded(Tiny(), reshard_after_forward=False)),
+    ):
+        pairs = zip(gradients(build(), ""), gradients(build(), name), strict=True)
+        job.outcome[f"{name}_gradients"] = [torch.equal(a, b) for a, b in pairs]
+
+
 def failures(job: Rank) -> None:
     model = sharded(Tiny())
 
@@ -254,6 +273,7 @@ if __name__ == "__main__":
     rank = Rank()
     gathers(rank)
     sent_and_used(rank)
+    amid_a_step(rank)
     failures(rank)
     untied_there(rank)
     summoned = flat(use_orig_params=True)

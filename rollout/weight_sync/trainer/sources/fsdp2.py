@@ -30,8 +30,8 @@ class FSDP2Source(BoundSource):
     tensor on the sender (where tensor parallelism cuts columns, and one shard) and a cast shard
     elsewhere; ``full_tensor`` would hold up to four tensors on every rank. Only what is no single
     box (partial sums, uneven strided shards) takes it. Where a mesh dimension replicates (HSDP),
-    only the sender's replica gathers. Reading a model between its forward and its backward is not
-    supported: unsharded parameters are resharded first.
+    only the sender's replica gathers. Unsharded parameters are resharded first: a backward gathers
+    them again by itself, but not those that the trainer has unsharded by hand.
     """
 
     def __init__(self, weights: Weights, naming: Naming, agreement: RankGroup) -> None:
