@@ -28,7 +28,8 @@ from rollout.errors import (
 )
 from rollout.weight_sync.trainer.publisher import UpdateOptions, publish
 from rollout.weight_sync.versions import directories
-from rollout.weight_sync.versions.directories import readable
+from rollout.weight_sync.versions import follower as following_module
+from rollout.weight_sync.versions.directories import looks, readable
 from rollout.weight_sync.versions.follower import Follower
 from rollout.weight_sync.versions.store import LocalStore
 from rollout.weight_sync.versions.writer import VersionWriter
@@ -547,6 +548,24 @@ def test_a_version_is_taken_once_what_its_changes_are_built_on_is_there(
     assert following.look().version == 3
     wanted = fresh(engine, checkpoints, "plain", nudged(checkpoints[1], 0.03))
     assert same(engine.live(), wanted)
+
+
+def test_what_many_versions_are_built_on_is_looked_at_once(
+    follower, engine, checkpoints, monkeypatch
+) -> None:
+    """Each second, for as long as it is of no use: of 256, it took longer than that."""
+    following, where = follower
+    writing = writer(LocalStore(where), encoding="delta")
+    for number in range(1, 7):
+        writing.write(nudged(checkpoints[1], 0.01 * number), number)
+    (where / "000000000001" / "bucket-000000").unlink()
+    for _ in range(6):
+        with pytest.raises(IncompleteUpdate):
+            following.look()
+    looked = []
+    monkeypatch.setattr(following_module, "looks", lambda path: looked.append(path) or looks(path))
+    assert following.look() is None
+    assert sorted(looked) == sorted(where.iterdir())
 
 
 def test_a_version_whose_base_lies_outside_is_refused(engine, checkpoints, tmp_path) -> None:

@@ -76,6 +76,8 @@ class Follower:
         # What could not be used, and what the directories that it is read from looked like then.
         self._failed: dict[Path, dict[Path, object]] = {}
         self._incomplete: dict[Path, object] = {}  # what it looked like when it was not complete
+        self._looked: dict[Path, object] = {}  # what directories look like, in this look
+        self._looked_before: dict[Path, object] = {}  # and in the one before
         self._warned: set[tuple[Path, str]] = set()  # of what, and why
         self._said = ""  # the last error
         self._passed_over = PassedOver()
@@ -112,6 +114,7 @@ class Follower:
         are then not tried again, unless the fault was the engine's or the link's.
         """
         self._reading = None
+        self._looked_before, self._looked = self._looked, {}
         info = self._connect().info()
         candidates = sorted(self._candidates(), reverse=True)
         ahead = {c.path for c in candidates if c.version > info.version}
@@ -149,9 +152,9 @@ class Follower:
         Raises why it is of no use, for as long as its files look the same only once.
         """
         known = self._failed.get(candidate.path)
-        if known is not None and all(looks(path) == seen for path, seen in known.items()):
+        if known is not None and all(self._looks(path) == seen for path, seen in known.items()):
             return None
-        looked = looks(candidate.path)
+        looked = self._looks(candidate.path)
         try:
             return complete_source(candidate.path, self._roots, info)
         except IncompleteUpdate as error:
@@ -167,7 +170,7 @@ class Follower:
     def _update(self, candidate: Candidate, source: Any) -> UpdateReceipt:
         self._reading = candidate.path
         read = source.folders() if isinstance(source, WrittenVersion) else [candidate.path]
-        looked = {path: looks(path) for path in read}
+        looked = {path: self._looks(path) for path in read}
         options = UpdateOptions(
             version=candidate.version, label=candidate.path.name, timeout=self._timeout
         )
@@ -180,6 +183,15 @@ class Follower:
             if damaged or not isinstance(error, _NOT_ITS_OWN):
                 self._failed[candidate.path] = looked
             raise
+
+    def _looks(self, path: Path) -> object:
+        """Once in a look, and one object for as long as it is the same: many versions may be built
+        on one.
+        """
+        if path not in self._looked:
+            found, before = looks(path), self._looked_before.get(path)
+            self._looked[path] = before if before == found else found
+        return self._looked[path]
 
     def _warn_if_left(self, path: Path, looked: object, why: str) -> None:
         """Once for each reason of what is not complete, and did not grow since the last look."""
