@@ -74,6 +74,11 @@ def test_links_that_lead_in_a_circle_are_named(rollout, roots, weights) -> None:
             rollout.update_weights(server_path=path, timeout=10)
 
 
+def test_a_path_that_the_file_system_refuses_to_look_at_is_named(rollout, roots) -> None:
+    with pytest.raises(SourceFailed, match=r"x cannot be read: .*name too long"):
+        rollout.update_weights(server_path=roots[0] / ("x" * 300), timeout=10)
+
+
 def test_a_root_that_is_not_there_yet_is_warned_of_once(bare_checkpoint, tmp_path, caplog) -> None:
     later, there = tmp_path / "later", tmp_path
     settings = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}

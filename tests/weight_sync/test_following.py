@@ -112,6 +112,25 @@ def test_a_directory_that_cannot_be_looked_at_holds_nothing_up(
     assert "checkpoint-1" not in caplog.text
 
 
+def test_where_the_directory_itself_cannot_be_looked_at_that_is_said(
+    engine, checkpoints, tmp_path
+) -> None:
+    """As one behind another that may not be searched; root may, so a name is too long here."""
+    checkpoint(tmp_path / "there" / "checkpoint-1", checkpoints[1])
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "there")
+    following = Follower(link, [tmp_path], lambda: engine, timeout=DEADLINE)
+    link.unlink()
+    link.symlink_to(tmp_path / ("x" * 300))
+    with pytest.raises(SourceFailed, match=r"run cannot be read: .*name too long"):
+        following.look()
+    with pytest.raises(SourceFailed, match=r"run cannot be read: .*name too long"):
+        Follower(link, [tmp_path], lambda: engine, timeout=DEADLINE)
+    link.unlink()
+    link.symlink_to(tmp_path / "there")
+    assert following.look().version == 1
+
+
 def test_what_is_live_from_there_already_is_no_news_to_a_front_that_is_started_anew(
     follower, engine, checkpoints, caplog
 ) -> None:

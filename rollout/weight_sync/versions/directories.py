@@ -81,9 +81,16 @@ def warn_of_absent(roots: Sequence[str | Path]) -> None:
 def allowed(
     directory: str | Path, roots: Sequence[str | Path], remedy: str = "create it first"
 ) -> Path:
-    """``directory``, resolved; ``ConfigError`` unless it exists and lies in one of ``roots``."""
+    """``directory``, resolved; ``ConfigError`` unless it exists and lies in one of ``roots``.
+
+    ``SourceFailed`` where the file system does not let us see whether it does.
+    """
     found = inside(directory, roots)
-    if not found.is_dir():
+    try:
+        is_directory = found.is_dir()
+    except OSError as error:
+        raise SourceFailed(f"{directory} cannot be read: {error}") from error
+    if not is_directory:
         raise ConfigError(f"{directory} is not a directory; {remedy}")
     return found
 
@@ -141,7 +148,7 @@ def _behind_links(path: Path) -> Path:
     """Where it leads; raises ``SourceFailed`` where that is in a circle."""
     with suppress(RuntimeError):  # before Python 3.13, which gives a link of the circle
         found = path.resolve()
-        if not found.is_symlink():
+        if not os.path.islink(found):  # nor raises where it may not be looked at
             return found
     raise SourceFailed(f"{path} cannot be read: its links lead in a circle")
 
