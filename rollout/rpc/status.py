@@ -111,9 +111,9 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
         why = reason(details)
         if why == _NO_TLS:
             return EngineClosed(
-                f"the rollout service at {address} does not answer: {why}; each side reads its "
-                "certificates when it starts, so start the one again whose files are other ones "
-                "by now (a front, engine or client), or check --tls-ca, --tls-cert and --tls-key"
+                f"the rollout service at {address} does not answer: {why}; check --tls-ca, "
+                "--tls-cert and --tls-key. Each side reads its files when it starts: where they "
+                "were renewed since, restart that side (the front, the engine or this client)"
             )
         return EngineClosed(
             f"the rollout service at {address} does not answer: {why}; start it with "

@@ -94,7 +94,7 @@ def test_a_client_from_before_the_certificates_changed_is_told_to_start_again(
     tls = ClientTls(ca=str(ca), cert=made("ours.pem"), key=made("ours.key"))
     with closing(RolloutClient(address, None, timeout=5, tls=tls)) as before:
         shutil.copy(made("ours-ca.pem"), ca)
-        with pytest.raises(EngineClosed, match=r"TLS could not be .* start the one again whose"):
+        with pytest.raises(EngineClosed, match=r"TLS could not be .* restart that side"):
             before.info()
         with closing(RolloutClient(address, None, timeout=5, tls=tls)) as after:
             assert after.info().state == "idle"
