@@ -162,6 +162,15 @@ def test_what_ranks_saved_updates_an_engine_and_is_compared_with_it(
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(IncompleteUpdate, match=f"{file} is truncated"):
             r.update_weights(server_path=state)
+        size = file.stat().st_size
+        for length in (size // 3, size + 1):  # as a copy that was stopped leaves it
+            os.truncate(file, length)
+        with file.open("rb") as opened:
+            if os.lseek(opened.fileno(), size, os.SEEK_HOLE) > size:
+                pytest.skip("this file system does not tell")
+        with pytest.raises(IncompleteUpdate, match="never written to its end"):
+            r.update_weights(server_path=state)
+        assert r.check_weights(model).equal
 
 
 def test_files_of_two_saves_are_no_checkpoint(tiny, tmp_path):

@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from rollout.errors import ConfigError, IncompleteUpdate, RolloutError, SourceFailed
-from rollout.loader.sharded_state import ShardedFiles, is_sharded
+from rollout.loader.sharded_state import ShardedFiles, is_sharded, rank_files
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.versions.reader import (
     MANIFEST,
@@ -157,6 +157,8 @@ def check_checkpoint(path: Path) -> None:
     """Raise ``IncompleteUpdate`` unless every file that a cold start would read is there, whole."""
     if is_sharded(path):
         try:
+            for file in rank_files(path):
+                _check_end(file)
             ShardedFiles(path, mapped=False).close()
         except ConfigError as error:
             raise IncompleteUpdate(str(error)) from error
@@ -182,12 +184,8 @@ def _check_whole(file: Path, kind: FileKind) -> None:
     """Opened, which compares its header with its length; an archive of torch's is not read: its
     table of contents stands at its end.
     """
+    _check_end(file)
     with file.open("rb") as opened:
-        if _ends_in_hole(opened.fileno()):
-            raise IncompleteUpdate(
-                f"{file} has its full length, and was never written to its end (where that is "
-                "all zeros, copy it without holes: cp --sparse=never)"
-            )
         is_archive = kind is not SAFETENSORS and opened.read(2) == b"PK"
     if is_archive:
         if not zipfile.is_zipfile(file):
@@ -200,18 +198,18 @@ def _check_whole(file: Path, kind: FileKind) -> None:
         raise IncompleteUpdate(f"{file} is half-written, or of no use: {error}") from error
 
 
-def _ends_in_hole(opened: int) -> bool:
-    """Whether its length was set, as by what makes room before it copies, and its end not written.
-
-    A file system that does not tell counts as one where it was.
+def _check_end(file: Path) -> None:
+    """Raise ``IncompleteUpdate`` where its length was set, as by what makes room before it copies,
+    and its end not written. A file system that does not tell counts as one where it was.
     """
-    size = os.fstat(opened).st_size
-    try:
-        return size > 0 and os.lseek(opened, size - 1, os.SEEK_HOLE) < size
-    except OSError:
-        return False
-    finally:
-        os.lseek(opened, 0, os.SEEK_SET)
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        with suppress(OSError):
+            if size and os.lseek(opened.fileno(), size - 1, os.SEEK_HOLE) < size:
+                raise IncompleteUpdate(
+                    f"{file} has its full length, and was never written to its end (where that "
+                    "is all zeros, copy it without holes: cp --sparse=never)"
+                )
 
 
 def looks(path: Path) -> object:
