@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from rollout.cli.flags import (
     add_model,
     add_rows,
     engine_config,
+    given_of,
     model_of,
     refuse,
 )
@@ -26,6 +28,8 @@ from rollout.errors import ConfigError
 if TYPE_CHECKING:
     from rollout.config import EngineConfig
     from rollout.server.service import Listening
+
+log = logging.getLogger(__name__)
 
 ONE_ENGINE: tuple[Row, ...] = (
     ("--on-death", ("exit", "serve"), "exit",
@@ -59,8 +63,8 @@ def serve(args: argparse.Namespace) -> int:
     several = max(args.replicas, args.min_replicas or 1, args.max_replicas or 1) > 1
     if several:
         refuse(args, ONE_ENGINE, "of one engine: of --replicas each is started again when it ends")
-    else:
-        refuse(args, _OF_SEVERAL, "of several engines: give --replicas, or leave it out")
+    elif given := given_of(args, _OF_SEVERAL):  # a script may leave the number open
+        log.warning("%s: of several engines (--replicas); this is one", ", ".join(given))
     check_followed(args.follow, config.weight_dirs)
     service = serving_replicas(config, at, args) if several else _engine(args, config, at)
     return asyncio.run(run_service(args, service))

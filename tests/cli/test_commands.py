@@ -200,7 +200,8 @@ def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Pa
 
 
 def test_a_rank_that_dies_ends_the_service_and_the_log_says_what_happened(bare: Path) -> None:
-    with serve(bare, "--tensor-parallel-size", "2", "--log-level", "info") as served:
+    flags = ("--tensor-parallel-size", "2", "--log-level", "info", "--patience", "0.5")
+    with serve(bare, *flags) as served:
         with Rollout.connect(served.grpc) as engine:
             engine.update_weights(bare, label="first")
             with pytest.raises(WeightMismatch):
@@ -219,6 +220,7 @@ def test_a_rank_that_dies_ends_the_service_and_the_log_says_what_happened(bare: 
         assert served.process.stderr is not None
         told = served.process.stderr.read()
     for line in (
+        r"WARNING +rollout.*: --patience: of several engines",
         r"INFO +rollout.*: update \w+ begins: version 1, by \w+, full, staging=auto",
         r"INFO +rollout.*: version 1 is live: \w+, \d+ tensors by \w+, stalled",
         r"WARNING +rollout.*: .* (was refused|failed), version 1 serves on: .*no\.such",

@@ -122,8 +122,6 @@ def test_replicas_that_could_not_do_as_asked_are_refused(run: Run, tiny: Path) -
 def test_flags_that_would_do_nothing_are_refused(run: Run, tiny: Path) -> None:
     """They say that something else was meant, such as ``--connect``."""
     serve = ("serve", tiny, *FREE_PORTS, *CPU)
-    for flag, value in (("--lease", 5), ("--patience", 0.5)):
-        refused(run(*serve, flag, value), f"{flag}: of several engines: give --replicas")
     refused(run(*serve, "--replicas", 2, "--on-death", "serve"), "--on-death: of one engine")
     refused(run(*serve, "--open-host", "10.0.0.1"), "--open-host goes with --open-routes")
     secret = ("--token", "s", "--tls-ca", "ca.pem")

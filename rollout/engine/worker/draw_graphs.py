@@ -42,9 +42,8 @@ class CapturePool:
         that of the device it can be told that this is over, for pinned memory nobody can.
         """
         device = torch.cuda.current_device()
-        with suppress(
-            RuntimeError, AttributeError
-        ):  # it has ended that itself, or has no such calls
+        # Later releases end it themselves, or have no such calls.
+        with suppress(RuntimeError, AttributeError):
             internals: Any = torch._C
             internals._cuda_endAllocateToPool(device, self.handle)
             internals._cuda_releasePool(device, self.handle)
