@@ -9,7 +9,7 @@ import time
 import pytest
 from engine_ranks import Engine, same
 from trainer import fresh
-from trainer_ranks import Boxes, TrainerRanks, rows, wanted_bytes, whole
+from trainer_ranks import Boxes, TrainerRanks, drifted, rows, wanted_bytes, whole
 
 from rollout.errors import (
     ChecksumMismatch,
@@ -188,15 +188,9 @@ def test_an_engine_rank_that_fails_frees_everybody(engine, trainers, checkpoints
 
 
 def test_replicas_that_differ_are_refused(engine, checkpoints) -> None:
-    def differing(rank, source):
-        if rank == 1:
-            name = "model.norm.weight"
-            source._weights = {**source._weights, name: source._weights[name] + 1}
-        return source
-
     trainers = TrainerRanks(engine, 2, whole)
     broken(engine, trainers, checkpoints[2], "model.norm.weight (ranks 0 and 1)", ChecksumMismatch,
-           prepare=differing)  # fmt: skip
+           prepare=drifted)  # fmt: skip
 
 
 def test_boxes_that_are_not_known_fall_back_and_say_so(engine, trainers, checkpoints) -> None:

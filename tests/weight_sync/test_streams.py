@@ -9,10 +9,10 @@ import pytest
 from proxies import Proxy
 from tiny_models import write_tiny
 from trainer import nudged
-from trainer_ranks import CountedGathers, DeltaTrainerRanks
+from trainer_ranks import CountedGathers, DeltaTrainerRanks, drifted, whole
 
 from rollout import AsyncRollout, Rollout
-from rollout.errors import TransferFailed
+from rollout.errors import ChecksumMismatch, TransferFailed
 from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.fronts.backend import FleetBackend
@@ -134,6 +134,25 @@ def test_a_stream_that_is_lost_for_good_fails_every_rank(engine, weights, which)
             time.sleep(0.02)
     assert engine.weight_version == live
     assert engine.update_weights(weights).version == live + 1
+
+
+@pytest.mark.parametrize(("transport", "encoding"), [
+    ("grpc_stream", "full"), ("grpc_stream", "delta"), ("inline", "delta"),
+])  # fmt: skip
+def test_whole_copies_that_have_drifted_apart_are_refused(
+    engine, weights, transport, encoding
+) -> None:
+    """Each rank sends a part: a mixture of both would go live."""
+    ranks = DeltaTrainerRanks(engine, 3, whole)
+    with Service(engine.address, 3) as service:
+        way = {"links": service.links, "transport": transport, "encoding": encoding}
+        live = ranks.send(weights, **way).version
+        with pytest.raises(ChecksumMismatch, match=r"norm\.weight \(ranks 0 and 2\)"):
+            ranks.send(nudged(weights, 0.01), prepare=drifted, **way)
+        assert engine.weight_version == live
+        assert engine.check_weights(weights).equal
+        assert ranks.send(nudged(weights, 0.01), **way).version == live + 1
+        assert engine.check_weights(nudged(weights, 0.01)).equal
 
 
 def test_a_stream_joins_by_the_secret_and_once(engine, weights) -> None:

@@ -64,7 +64,7 @@ class LocalBoxes:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """``box`` is this rank's to send; it lies in ``of``, which the rank holds."""
+    """``box`` lies in ``of``, which the rank holds."""
 
     of: Box
     box: Box
@@ -77,9 +77,12 @@ class LocalShards:
         self._boxes = boxes
         self.cut = boxes.layout.cut(bucket_bytes)
         most = shard_bytes(bucket_bytes)
-        self._shards = {
-            meta.name: tuple(_shards(meta, boxes, most)) for meta in boxes.layout.metadata
-        }
+        self._shards: dict[str, list[_Shard]] = {}
+        self._copies: dict[str, list[_Shard]] = {}  # which other ranks send
+        for meta in boxes.layout.metadata:
+            parts = list(_shards(meta, boxes, most))
+            self._shards[meta.name] = [shard for shard, rank in parts if rank == boxes.rank]
+            self._copies[meta.name] = [shard for shard, rank in parts if rank != boxes.rank]
 
     def pieces(self) -> Generator[Piece]:
         """The values of this rank's shards; on all ranks the same tensors, in the same order."""
@@ -88,23 +91,29 @@ class LocalShards:
 
     def of(self, name: str) -> Iterator[Piece]:
         """Those of one tensor; a rank that has none yields it without values, on "meta"."""
-        meta, shards = self._boxes.metadata[name], self._shards[name]
-        found = self._boxes.read(name) if shards else {}
-        for shard in shards:
-            back = tuple(-start for start in shard.of.starts)
-            values = found[shard.of].detach()[shard.box.shifted(back).slices]
-            yield Piece(name, meta.shape, shard.box, values, last=shard is shards[-1])
-        if not shards:
+        yield from self._read(name, self._shards[name])
+        if not self._shards[name]:
+            meta = self._boxes.metadata[name]
             nothing = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
             yield Piece(name, meta.shape, Box.full(meta.shape), nothing)
 
+    def copies(self, name: str) -> Iterator[Piece]:
+        """Of one tensor, what this rank holds as well as the ranks that send it."""
+        return self._read(name, self._copies[name])
 
-def _shards(meta: TensorMeta, boxes: LocalBoxes, most: int) -> Iterator[_Shard]:
-    """What a rank sends of a tensor: its boxes, shared with the ranks that hold them too."""
+    def _read(self, name: str, shards: list[_Shard]) -> Iterator[Piece]:
+        shape, found = self._boxes.metadata[name].shape, self._boxes.read(name) if shards else {}
+        for shard in shards:
+            back = tuple(-start for start in shard.of.starts)
+            values = found[shard.of].detach()[shard.box.shifted(back).slices]
+            yield Piece(name, shape, shard.box, values, last=shard is shards[-1])
+
+
+def _shards(meta: TensorMeta, boxes: LocalBoxes, most: int) -> Iterator[tuple[_Shard, int]]:
+    """A rank's boxes of a tensor, cut, and who sends each part: those that hold it take turns."""
     elements = max(1, most // meta.dtype.itemsize)
     for box, ranks in held(meta.name, boxes.layout.have).items():
         if boxes.rank in ranks:
             share = min(elements, -(-box.numel // len(ranks)))
             for turn, part in enumerate(cut(box, max(1, share))):
-                if ranks[turn % len(ranks)] == boxes.rank:
-                    yield _Shard(box, part)
+                yield _Shard(box, part), ranks[turn % len(ranks)]

@@ -149,6 +149,11 @@ class Sending:
         """Digest, encode and pack one piece; full buckets are sent."""
         plan = self._plan
         gathered = plan.pieces == "gathered"
+        if not gathered and piece.last:
+            with watch.over(f"read {piece.name}", piece.name):
+                copies = list(self._own.copies(piece.name))
+            for copy in copies:  # of ranks that have drifted apart a mixture would go live
+                self._stats.digest_piece(copy)
         if gathered and plan.own_digests:
             with watch.over(f"read {piece.name}", piece.name):
                 own = list(self._own.of(piece.name))
