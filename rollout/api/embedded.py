@@ -98,9 +98,8 @@ class EmbeddedBackend:
             if self._starting is None:
                 starting = Future[None]()
                 starting.set_running_or_notify_cancel()  # no waiter's end is that of the loading
-                thread = threading.Thread(target=_do, args=(self._load, starting))
-                thread.name = "rollout-load"
-                thread.start()
+                work = self._load, starting
+                threading.Thread(target=_do, args=work, name="rollout-load").start()
                 self._starting = starting
         await asyncio.wrap_future(self._starting)
 

@@ -257,9 +257,10 @@ def attribute(flag: str) -> str:
 def given_of(args: argparse.Namespace, rows: Iterable[Row]) -> list[str]:
     """The flags of these rows that say something other than their default."""
     return [
-        name for name, value, default, _ in rows
-        if getattr(args, attribute(name)) not in (False if value == "" else default, None)
-    ]  # fmt: skip
+        name
+        for name, _, default, _ in rows
+        if getattr(args, attribute(name)) not in (default, None)
+    ]
 
 
 def refuse(args: argparse.Namespace, rows: Iterable[Row], why: str) -> None:

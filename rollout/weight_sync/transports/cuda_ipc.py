@@ -61,6 +61,7 @@ from rollout.weight_sync.transports.cuda_memory import (
     FLAGS,
     Allocation,
     ForeignMemory,
+    SharedAt,
     device_of,
     gpu_uuid,
     pack_handle,
@@ -184,7 +185,7 @@ class CudaIpcSender(Sender):
         self._kept: list[Tensor] = []  # the source's, which a member that was given up may read
         self._starts: list[int] = []  # ascending: of the allocations whose handles were given out
         self._given: list[tuple[Allocation, str]] = []
-        self._own: list[tuple[str, bytes]] = []  # in ``own_handles``
+        self._own: list[SharedAt] = []  # in ``own_handles``
         self._uuids: dict[torch.device, str] = {}
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -377,7 +378,7 @@ class CudaIpcReceiver:
         owner = self._owner(uuid)
         self._reads = torch.cuda.current_stream(self._device)
         with torch.cuda.device(owner):
-            mapped = _Mapped(shared.secret, handle, size, owner, self._flag, self._reads)
+            mapped = _Mapped((shared.secret, handle), size, owner, self._reads, self._flag)
             self._memory = torch.as_tensor(mapped, device=owner)
 
     def _owner(self, uuid: str) -> torch.device:
@@ -409,7 +410,8 @@ class CudaIpcReceiver:
             raise self._refused(str(error)) from error
         owner = self._owner(uuid)
         with torch.cuda.device(owner):
-            region = _Region(self._shared.secret, handle, size, owner, memory, self._reads)
+            at = self._shared.secret, handle
+            region = _Region(at, size, owner, self._reads, memory)
             return torch.as_tensor(region, device=owner)
 
     def close(self) -> None:
@@ -424,14 +426,12 @@ class CudaIpcReceiver:
 class _Shared(ForeignMemory):
     """Memory of a sender: of another process by its handle, of this one as it lies there."""
 
-    def __init__(
-        self, secret: str, handle: bytes, nbytes: int, device: torch.device, reads: Any
-    ) -> None:
-        """``secret``: the sender's. ``reads``: the stream of what reads it."""
+    def __init__(self, at: SharedAt, nbytes: int, device: torch.device, reads: Any) -> None:
+        """``reads``: the stream of what reads it."""
         self._runtime, self._device, self._reads = cuda_memory.runtime(), device, reads
-        own = cuda_memory.own_handles().get((secret, handle))
+        own = cuda_memory.own_handles().get(at)
         self._opened = own is None
-        super().__init__(self._runtime.open(handle) if own is None else own, nbytes)
+        super().__init__(self._runtime.open(at[1]) if own is None else own, nbytes)
 
     def __del__(self) -> None:
         if not getattr(self, "pointer", 0):
@@ -456,16 +456,10 @@ class _Region(_Shared):
     """
 
     def __init__(
-        self,
-        secret: str,
-        handle: bytes,
-        nbytes: int,
-        device: torch.device,
-        memory: Tensor,
-        reads: Any,
+        self, at: SharedAt, nbytes: int, device: torch.device, reads: Any, memory: Tensor
     ) -> None:
         self._memory = memory
-        super().__init__(secret, handle, nbytes, device, reads)
+        super().__init__(at, nbytes, device, reads)
         found = self._runtime.around(self.pointer)
         if found.start + found.nbytes < self.pointer + nbytes:
             raise TransferFailed(f"{found.nbytes} bytes were mapped, {nbytes} announced")
@@ -475,16 +469,10 @@ class _Mapped(_Shared):
     """A sender's memory in this process: flagged while it is open, unmapped at its end."""
 
     def __init__(
-        self,
-        secret: str,
-        handle: bytes,
-        nbytes: int,
-        device: torch.device,
-        flag: int,
-        reads: Any,
+        self, at: SharedAt, nbytes: int, device: torch.device, reads: Any, flag: int
     ) -> None:
         self._flag, self._writes = flag, torch.cuda.current_stream(device).cuda_stream
-        super().__init__(secret, handle, nbytes, device, reads)
+        super().__init__(at, nbytes, device, reads)
         self._runtime.set_byte(self.pointer + flag, _OPEN, self._writes)
 
     def _leave(self) -> None:

@@ -50,10 +50,13 @@ def runtime() -> Runtime:
     return Runtime()
 
 
+SharedAt = tuple[str, bytes]  # a sender's secret, and the handle of memory that it shares
+
+
 @cache
-def own_handles() -> dict[tuple[str, bytes], int]:
-    """Where the memory lies that senders of this process share, by their secrets and its handles:
-    CUDA opens none in the process that it is of.
+def own_handles() -> dict[SharedAt, int]:
+    """Where the memory lies that senders of this process share: CUDA opens no handle in the process
+    that it is of.
     """
     return {}
 
