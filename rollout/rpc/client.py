@@ -71,6 +71,7 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.protocol.unload import unload
 from rollout.weights.adapters import AdapterLoaded
 from rollout.wire.codec import from_json
+from rollout.wire.repeated import RepeatedReader, RepeatedWriter
 from rollout.wire.version import (
     FEATURES,
     ServerInfo,
@@ -109,6 +110,8 @@ class RolloutClient:
         self._seen: tuple[int, int] | None = None
         self._met: Any = None  # the connection by which the service has said what it is
         self._life = 0  # its epoch then
+        self._infos = RepeatedReader(WeightInfo, "tensors", "spelled", "quantized")
+        self._requests = RepeatedWriter("metadata")
         self.features: tuple[str, ...] = ()  # of the service, until ``start``
 
     # ---- generation (async) ----
@@ -315,7 +318,7 @@ class RolloutClient:
 
     def info(self) -> WeightInfo:
         asked = pb.WeightInfoRequest(features=FEATURES)
-        return from_json(WeightInfo, self._ask("Info", asked, self.timeout).json)
+        return self._infos.from_json(self._ask("Info", asked, self.timeout).json)
 
     @property
     def local_address(self) -> str:
@@ -328,6 +331,7 @@ class RolloutClient:
             self._connection,
             check_partial=self._check_partial,
             committed=self.committed,
+            requests=self._requests,
         )
 
     def feed(self, commands: Iterator[Any], timeout: float) -> Any:

@@ -19,21 +19,27 @@ _KINDS = {  # (the client streams, the server streams)
 
 
 class Stub:
-    """One attribute per method of ``service``, on a ``grpc.Channel`` or a ``grpc.aio.Channel``."""
+    """One attribute per method of ``service``, on a ``grpc.Channel`` or a ``grpc.aio.Channel``;
+    each is made when it is first asked for.
+    """
 
     service: ClassVar[str]
 
     def __init__(self, channel: Any) -> None:
-        for method in SERVICES[self.service].methods:
-            call = getattr(channel, _kind(method))(
-                f"/{SERVICES[self.service].full_name}/{method.name}",
-                request_serializer=GetMessageClass(method.input_type).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
-            setattr(self, method.name, call)
+        self._channel = channel
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{self.service} has no method {name!r}")
+        described = SERVICES[self.service]
+        method = described.methods_by_name.get(name)
+        if method is None:
+            raise AttributeError(f"{self.service} has no method {name!r}")
+        call = getattr(self._channel, _kind(method))(
+            f"/{described.full_name}/{name}",
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+        )
+        setattr(self, name, call)
+        return call
 
 
 class GenerationStub(Stub):

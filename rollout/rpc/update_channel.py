@@ -23,6 +23,7 @@ from rollout.weight_sync.protocol.messages import Begun, BucketHeader, Seal, Upd
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.wire.codec import from_json, to_json
 from rollout.wire.frames import tensor_bytes
+from rollout.wire.repeated import RepeatedWriter
 
 GRACE = 1.0  # seconds a reply may be later than the server's own deadline
 PAUSE = 0.1  # seconds between attempts to reach the server again
@@ -88,11 +89,13 @@ class GrpcWeightChannel:
         *,
         check_partial: Callable[[], None],
         committed: Callable[..., None],
+        requests: RepeatedWriter,
     ) -> None:
         self._connection, self._channel = connection, connection.sync()
         self._update = _update_of(self._channel)
         self._address, self._metadata = connection.address, connection.metadata
         self._check_partial, self._committed = check_partial, committed
+        self._requests = requests
         self._aborted: str | None = None
         self._outbox = Outbox()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -110,7 +113,7 @@ class GrpcWeightChannel:
         if request.builds_on_live:
             self._check_partial()
         self._open(request)
-        self._send(begin=document(request))
+        self._send(begin=pb.WeightDocument(json=self._requests.to_json(request)))
         event = self._reply("begun", request.timeout + GRACE)
         begun = from_json(Begun, event.json)
         self._begun = True

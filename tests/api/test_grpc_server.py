@@ -20,13 +20,14 @@ from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.address import is_loopback
+from rollout.rpc.client import RolloutClient
 from rollout.rpc.rollout_pb2 import GenerateRequest
-from rollout.rpc.services import ControlStub, GenerationStub
+from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub
 from rollout.rpc.status import CHANNEL_OPTIONS, MAX_BODY, SERVER_OPTIONS
 from rollout.server.auth import ABORT_ALL, ROUTES, Tokens
 from rollout.server.grpc.interceptors import refusing
-from rollout.weight_sync.protocol.messages import UpdateRequest
-from rollout.wire.codec import to_json
+from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
+from rollout.wire.codec import from_json, to_json
 
 ONE = SamplingParams(max_tokens=1)
 SETTINGS = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32}
@@ -47,6 +48,20 @@ def test_health_and_reflection_are_standard(engine):
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
     assert {"rollout.v1.Generation", "rollout.v1.Control", "grpc.health.v1.Health"} <= set(services)
+
+
+def test_a_client_reads_what_the_engine_says_of_its_tensors_once(engine):
+    client = RolloutClient(engine.address)
+    first, again = client.info(), client.info()
+    assert first.tensors
+    assert first.tensors is again.tensors
+    with grpc.insecure_channel(engine.address) as channel:
+        stub = WeightSyncStub(channel)
+        assert stub.Info is stub.Info  # made once
+        assert from_json(WeightInfo, stub.Info(pb.WeightInfoRequest()).json) == again
+        with pytest.raises(AttributeError, match="WeightSync has no method 'Nothing'"):
+            stub.Nothing  # noqa: B018
+    client.close()
 
 
 def test_a_foreign_client_gets_a_status_for_an_empty_prompt_message(engine):

@@ -44,6 +44,7 @@ from rollout.weight_sync.protocol.messages import Decision
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.transports import served
 from rollout.wire.codec import from_json, parsed
+from rollout.wire.repeated import RepeatedWriter
 
 if TYPE_CHECKING:
     from rollout.api import AsyncRollout
@@ -56,6 +57,7 @@ class WeightSyncService:
         self._rollout, self._verbs = rollout, Verbs(rollout)
         self._held = HeldUpdates(self._relays)
         self._open: set[UpdateStream] = set()
+        self._infos = RepeatedWriter("tensors")
 
     @answers
     async def Info(self, request: Any) -> Any:  # noqa: N802
@@ -64,7 +66,7 @@ class WeightSyncService:
         offers = served(info.transports)
         if "cards" not in request.features:
             info = replace(info, reaches=(), hosts=())
-        return document(replace(info, transports=offers))
+        return pb.WeightDocument(json=self._infos.to_json(replace(info, transports=offers)))
 
     @answers
     async def Decide(self, request: Any) -> Any:  # noqa: N802

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import msgspec
-
-from rollout.errors import TransferFailed
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
-from rollout.wire.codec import from_plain, parsed
+from rollout.wire.repeated import field_texts, from_texts
 
 MAX_KEPT = 64 << 20  # bytes of text
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class HeaderReader:
@@ -27,16 +21,12 @@ class HeaderReader:
 
     def read(self, text: bytes) -> BucketHeader:
         """Raises ``TransferFailed`` where the text is no header."""
-        try:
-            found = {name: bytes(raw) for name, raw in _fields.decode(text).items()}
-        except (ValueError, RecursionError) as error:
-            raise TransferFailed(f"malformed BucketHeader: {error}") from error
-        index, entries = found.get("index", b""), found.get("entries", b"")
+        texts = field_texts(text, "BucketHeader")
+        index, entries = texts.get("index", b""), texts.get("entries", b"")
         last = self._last.get(index)
         if last is not None and last[0] == entries:
-            plain = {name: parsed(raw) for name, raw in found.items() if name != "entries"}
-            return replace(from_plain(BucketHeader, {**plain, "entries": []}), entries=last[1])
-        header = from_plain(BucketHeader, parsed(text))
+            return from_texts(BucketHeader, texts, {"entries": last[1]})
+        header = from_texts(BucketHeader, texts, {})
         if header.is_in_place:
             kept = sum(len(one) for one, _ in list(self._last.values()))
             if kept + len(entries) > MAX_KEPT:  # more than a trainer's, or another one's

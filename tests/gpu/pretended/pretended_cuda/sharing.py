@@ -95,7 +95,7 @@ class Runtime:
         return self._map(Path(tempfile.gettempdir(), name), own=False)
 
     def around(self, pointer: int) -> Allocation:
-        for start, (memory, _) in self._held.items():
+        for start, (memory, _) in [*self._held.items()]:  # other threads map and free
             if start <= pointer < start + len(memory):
                 return Allocation(start, len(memory), False)
         found = segment_at(pointer)
