@@ -139,6 +139,12 @@ class BoundSource:
     def _shape(self, tensor: Tensor) -> Shape:
         return tuple(tensor.shape)
 
+    def _sends(self, alike: bool) -> bool:
+        """Whether this rank sends what it holds of a tensor: of one that nothing keeps ``alike`` on
+        all ranks, as buffers, the first rank's is sent.
+        """
+        return alike or self.agreement.is_sender
+
 
 def _on_rank() -> str:
     """Where this is one of a trainer's ranks that may have nothing to send."""

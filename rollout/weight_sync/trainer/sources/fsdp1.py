@@ -85,11 +85,9 @@ class FSDP1Source(BoundSource):
         )
 
     def _interval(self, place: _Place) -> tuple[int, Tensor]:
-        """What this rank sends: of what is not flattened (buffers, what FSDP ignores), which
-        nothing keeps alike on all ranks, the first one's is sent.
-        """
+        """What this rank sends; buffers, and what FSDP ignores, are not flattened."""
         start, values = place.interval()
-        return start, values[:0] if place.flat is None and not self.agreement.is_sender else values
+        return start, values if self._sends(place.flat is not None) else values[:0]
 
 
 @dataclass(frozen=True)

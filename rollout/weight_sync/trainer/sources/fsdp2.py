@@ -150,11 +150,8 @@ class FSDP2Source(BoundSource):
         return [(box, value.reshape(box.shape)) for box in self._held(tensor)]
 
     def _held(self, tensor: Tensor) -> list[Box]:
-        """The box that this rank sends: of a plain tensor, which nothing keeps alike on all ranks,
-        the first one's is sent.
-        """
-        plain = not isinstance(tensor, DTensor)
-        return [] if plain and not self.agreement.is_sender else local_box(tensor)
+        """The box that this rank sends; FSDP keeps DTensors alike."""
+        return local_box(tensor) if self._sends(isinstance(tensor, DTensor)) else []
 
 
 Weights = nn.Module | Pairs

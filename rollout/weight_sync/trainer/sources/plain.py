@@ -65,8 +65,6 @@ class PlainSource(BoundSource):
         return [(box, value) for box in self._held(self._bound[name])]
 
     def _held(self, tensor: Tensor) -> list[Box]:
-        """All of it, but of a buffer, which between DDP's forwards nothing keeps alike on all
-        ranks, the first one's is sent.
-        """
-        sends = self.agreement.is_sender or isinstance(tensor, nn.Parameter)
-        return [Box.full(tuple(tensor.shape))] if sends else []
+        """What this rank sends; between DDP's forwards buffers are not kept alike."""
+        alike = isinstance(tensor, nn.Parameter)
+        return [Box.full(tuple(tensor.shape))] if self._sends(alike) else []

@@ -57,12 +57,10 @@ class ZeroSource(BoundSource):
         return interval_values(full_shape(tensor), start, cast)
 
     def _part(self, tensor: Tensor) -> tuple[int, Tensor]:
-        """What this rank sends: of what is not partitioned (buffers), which nothing keeps alike on
-        all ranks, the first one's is sent.
-        """
+        """What this rank sends; buffers are not partitioned."""
         start, values = partition(tensor) or (0, tensor.new_empty(0))
-        whole = getattr(tensor, "ds_tensor", None) is None
-        return start, values[:0] if whole and not self.agreement.is_sender else values
+        partitioned = getattr(tensor, "ds_tensor", None) is not None
+        return start, values if self._sends(partitioned) else values[:0]
 
     def _runs(self) -> Iterator[list[tuple[str, Tensor]]]:
         run: list[tuple[str, Tensor]] = []
