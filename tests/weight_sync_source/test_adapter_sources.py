@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.gptq import GPTQLoraLinear
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from torch import Tensor
 from weight_sync_source.jobs.lora import adapted, factors
 
@@ -65,6 +66,28 @@ def test_an_adapter_of_a_quantised_base_goes_alone_and_what_refuses_its_merge_sa
         ConfigError, match=r"layers\.0\.up_proj: GPTQLoraLinear .*quantised.*adapters_only=True"
     ):
         streamed(model, {})
+
+
+def test_what_a_hot_swap_brings_goes_with_its_own_rank_and_scaling(tmp_path) -> None:
+    known = KnownAdapters()
+
+    def spec() -> tuple[int, float]:
+        [(_, part)] = detect_update(None, {"a": model}, known).parts
+        tensors = part.source(aliases={}, dtype=torch.float32)
+        found = part.spec({}).modules["model.layers.0.up_proj"]
+        assert dict(tensors)["model.layers.0.up_proj.lora_A.weight"].shape[0] == found.rank
+        return found.rank, found.scaling
+
+    model = adapted(lora_alpha=8)
+    assert spec() == (4, 2)
+    for rank in (2, 6):
+        adapted(r=rank, lora_alpha=12).save_pretrained(tmp_path / str(rank))
+    hotswap_adapter(model, tmp_path / "6", "default", torch_device="cpu")
+    assert spec() == (6, 2)
+    prepare_model_for_compiled_hotswap(model, target_rank=8)  # its scalings are tensors from now on
+    assert spec() == (8, 2)
+    hotswap_adapter(model, tmp_path / "2", "default", torch_device="cpu")
+    assert spec() == (8, 6)
 
 
 def test_a_directory_of_pefts_is_the_same_source(tmp_path) -> None:

@@ -61,6 +61,13 @@ def test_what_is_sent_is_the_merged_model_bit_for_bit(base: torch.dtype, wire: t
     assert_equal(bits(model), before)
 
 
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True, "dtype": BF16}])
+def test_an_autocast_of_the_caller_rounds_no_merge(settings: dict[str, Any]) -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        found = streamed(adapted(**settings))
+    assert_equal(found, merged(adapted(**settings)))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -97,6 +104,9 @@ def test_partial_sends_what_the_adapters_change_and_no_more() -> None:
     names = [f"model.layers.{i}.down_proj.weight" for i in (0, 1)]
     names += ["lm_head.weight", "model.layers.0.input_layernorm.weight"]
     assert_equal(streamed(model, partial=True), {name: whole[name] for name in names})
+    base = streamed(Tiny(tied=False))
+    with model.disable_adapter():  # the engine has the adapter's own head by now
+        assert_equal(streamed(model, partial=True), {name: base[name] for name in names})
     assert_equal(streamed(Tiny(tied=False), partial=True), streamed(Tiny(tied=False)))
 
 
@@ -154,7 +164,7 @@ def test_fused_experts_that_an_adapter_targets_are_merged_and_split(tmp_path: An
         (
             LoraConfig(target_modules=["up_proj"], trainable_token_indices={"embed_tokens": [1]}),
             "embed_tokens",
-            "TrainableTokensWrapper",
+            "TrainableTokensLayer",
         ),
     ],
     ids=["dora", "ia3", "tokens"],
@@ -165,13 +175,14 @@ def test_what_cannot_be_added_names_its_layer_and_a_remedy_that_works(
     model = get_peft_model(Tiny(tied=False), config)
     with pytest.raises(ConfigError, match=rf"{where}.*{what}.*merge_adapter\(\)"):
         streamed(model)
-    if what != "TrainableTokensWrapper":
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.25)
-        model.merge_adapter()
-        assert_equal(streamed(model), merged(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.25)
+    with model.disable_adapter():
+        assert_equal(streamed(model), streamed(Tiny(tied=False)))
+    model.merge_adapter()
+    assert_equal(streamed(model), merged(model))
 
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")

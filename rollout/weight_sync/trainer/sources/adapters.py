@@ -166,7 +166,7 @@ class AdapterPlan(MergePlan):
             raise ConfigError(f"{to}: the engine has no such module; leave it out of the adapter")
         stem = weight.removesuffix(".weight")
         self._modules[stem] = ModuleSpec(
-            rank=int(layer.r[adapter]),
+            rank=_rank(layer, adapter, found),
             scaling=float(layer.scaling[adapter]),
             kind=found,
         )
@@ -226,6 +226,16 @@ class Adapter:
     @property
     def component(self) -> str:
         return adapter_component(self.name)
+
+
+def _rank(layer: Any, adapter: str, kind: str) -> int:
+    """A hot swap of PEFT's may pad a linear's factors, or put larger ones there; ``r`` stays."""
+    if kind in (LINEAR, DORA, BIASED):
+        down = layer.lora_A[adapter].weight
+        shape = getattr(down, "ds_shape", down.shape)
+        if len(shape) == 2:  # it is not flattened, as by FSDP1
+            return int(shape[0])
+    return int(layer.r[adapter])
 
 
 def start_of(module: nn.Module) -> dict[str, Any]:

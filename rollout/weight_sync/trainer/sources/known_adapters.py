@@ -7,7 +7,7 @@ from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from rollout.weight_sync.trainer.sources.adapters import start_of
 from rollout.weight_sync.trainer.sources.lora import is_peft
@@ -59,7 +59,7 @@ def _look(module: nn.Module) -> tuple[list[nn.Module], list[object]]:
         facts += map(id, layer._modules.values())
         for name, p in layer._parameters.items():
             if p is not None:
-                facts += name, id(p), type(p), p.requires_grad, hasattr(p, "ds_id")
+                facts += name, id(p), type(p), p.shape, p.requires_grad, hasattr(p, "ds_id")
         for name, buffer in layer._buffers.items():
             facts += name, type(buffer)
         if starts := start_of(layer):
@@ -72,12 +72,16 @@ def _look(module: nn.Module) -> tuple[list[nn.Module], list[object]]:
 
 
 def _settings(layer: Any) -> list[object]:
-    """How a layer of PEFT's is set: dicts are copied, as they change in place."""
+    """How a layer of PEFT's is set: dicts are copied, as they change in place, and so do the
+    tensors that ``prepare_model_for_compiled_hotswap`` makes of scalings.
+    """
     found: list[object] = [*layer.active_adapters]
     held = layer.__dict__
     for name in _READ:
         each = held.get(name)
-        found.append(each.copy() if isinstance(each, dict) else each)
+        if isinstance(each, dict):
+            each = {k: v.item() if isinstance(v, Tensor) else v for k, v in each.items()}
+        found.append(each)
     return found
 
 

@@ -227,12 +227,14 @@ class MergePlan:
             self.owners.update(dict.fromkeys(addition.factors.values(), placed))
 
     def _visit_saved(self, module: Any, path: str, to: str) -> None:
-        """A module that is trained as a whole, beside the original one."""
+        """A module that is trained as a whole, or some rows of it, beside the original one."""
+        if is_peft(module, "TrainableTokensWrapper"):
+            self._visit(module.token_adapter, join(path, "token_adapter"), to, True)
+            return
         used = [] if module.disable_adapters else list(module.active_adapters)
-        if used and not is_peft(module, "ModulesToSaveWrapper"):
-            raise _refusal(to, type(module).__name__)
         if not used:
-            self._visit(module.original_module, join(path, "original_module"), to, False)
+            # The engine may have what was trained beside it from an update before.
+            self._visit(module.original_module, join(path, "original_module"), to, True)
             return
         self._leave_out(module, to, but="modules_to_save")
         chosen = module.modules_to_save[used[0]]
@@ -338,8 +340,10 @@ class MergedSource:
             keep = Tensor.clone if sending else lambda tensor: tensor
             for name, tensor, factors in self._complete(items, keep):
                 if factors and sending:
-                    for addition in self._plan.additions[name]:
-                        addition.add_to(tensor, factors)
+                    # In an autocast of the caller's the products would be rounded.
+                    with torch.autocast(tensor.device.type, enabled=False):
+                        for addition in self._plan.additions[name]:
+                            addition.add_to(tensor, factors)
                 yield name, tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
 
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
