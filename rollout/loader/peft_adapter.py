@@ -106,6 +106,10 @@ class PeftAdapter:
         """The tensor ``name`` of a checkpoint with what is added to it, by PEFT's own arithmetic:
         the same bits as its ``merge()`` for float32 factors.
         """
+        with torch.autocast("cpu", enabled=False):  # a caller's would round the products
+            return self._merged(name, weight)
+
+    def _merged(self, name: str, weight: Tensor) -> Tensor:
         module = name.removesuffix(".weight")
         spec = self.spec.modules.get(module)
         if spec is None:

@@ -78,7 +78,10 @@ def test_a_name_is_merged_again_when_its_files_or_the_live_weights_are_others(
     write(rollout, tmp_path / "a", 2)
     assert load(rollout, path) == 2
     assert backend.digests(10) != first
-    assert (load(rollout, path, inplace=True), load(rollout, path)) == (3, None)
+    second = backend.digests(10)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # of the caller's: it rounds no merge
+        assert (load(rollout, path, inplace=True), load(rollout, path)) == (3, None)
+    assert backend.digests(10) == second
     assert backend.adapters.unload("a", backend.link)
     assert rollout.check_weights(bare_checkpoint).equal
     # A full update that commits before the adapter does is not merged with it.
