@@ -22,14 +22,13 @@ from rollout.errors import ConfigError
 from rollout.weights import Box, TensorMeta
 from rollout.weights.files import Files, unpacked
 from rollout.weights.files.box_reader import BoxReader
-from rollout.weights.files.safetensors_files import Row, rows_of
+from rollout.weights.files.safetensors_files import Row, header_length, rows_of
 
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
 WHOLE = "model.safetensors"  # all weights in one file
 TEMPLATES = "additional_chat_templates"  # a folder of a tokenizer that has several
 RANGE = 8 << 20  # bytes of one request
 AT_ONCE = 8  # requests of one tensor
-MAX_HEADER = 100 << 20  # bytes, as safetensors itself has it
 
 
 def is_remote(model: str) -> bool:
@@ -114,9 +113,7 @@ class RemoteFiles:
 
     def _header(self, path: str) -> list[Row]:
         size = int(self._fs.info(path)["size"])
-        length = int.from_bytes(_fetched(self._fs, path, 0, 8), "little")
-        if not 0 < length <= min(MAX_HEADER, size - 8):
-            raise ConfigError(f"{path} is truncated or no safetensors file")
+        length = header_length(path, _fetched(self._fs, path, 0, 8), size)
         return rows_of(path, _fetched(self._fs, path, 8, 8 + length), size)
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.errors import ConfigError
 from rollout.weights import Box, TensorMeta, WeightSlot
-from rollout.weights.files.safetensors_files import SafetensorsFiles
+from rollout.weights.files.safetensors_files import META, SafetensorsFiles, read_header
 from rollout.weights.files.shards import Shards
 
 PATTERN = "rank-*-of-*.safetensors"
@@ -124,8 +124,7 @@ class ShardedFiles:
         """Take up one rank's file; returns the id of its save."""
         files = SafetensorsFiles(Shards((path,)), mapped=self._mapped)
         self._files.append(files)
-        with safe_open(str(path), framework="pt") as header:
-            marks = header.metadata() or {}
+        marks = json.loads(read_header(path)[0]).get(META) or {}
         boxes = json.loads(marks.get(MARK, "null"))
         if not isinstance(boxes, dict) or set(boxes) != set(files.metadata()):
             raise ConfigError(f"{path} was not written by save_sharded_state; choose load_format")

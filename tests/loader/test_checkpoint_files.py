@@ -384,6 +384,41 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_named(tiny, tmp_path, form
         assert f"{file} ends within {name}: it has become shorter" in said
 
 
+# Opens a file again and again that another process empties and writes.
+OPENED_AND_WRITTEN = """
+import os, sys, time
+from contextlib import suppress
+from pathlib import Path
+from rollout.errors import ConfigError
+from rollout.weights.files import Shards
+from rollout.weights.files.safetensors_files import SafetensorsFiles
+
+file, until = Path(sys.argv[1]), time.monotonic() + 1.0
+whole = file.read_bytes()
+if not (child := os.fork()):
+    fd = os.open(file, os.O_RDWR)
+    while time.monotonic() < until:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, whole, 0)
+    os._exit(0)
+while time.monotonic() < until:
+    with suppress(ConfigError):
+        SafetensorsFiles(Shards((file,)), mapped=False).close()
+os.waitpid(child, 0)
+SafetensorsFiles(Shards((file,)), mapped=False).close()
+"""
+
+
+def test_a_file_that_gets_shorter_while_its_header_is_read_ends_no_process(tmp_path):
+    script = tmp_path / "written.py"
+    script.write_text(OPENED_AND_WRITTEN)
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    process = Script(script, [str(tmp_path / "a.safetensors")], tmp_path / "log")
+    code = process.wait(60)
+    process.close()
+    assert code == 0, (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize("form", ["safetensors", "pt", "sharded_state"])
 def test_a_file_that_is_written_while_it_is_read_is_named(tiny, form):
     """A start beside a trainer that saves there must not serve a mixture of two checkpoints."""

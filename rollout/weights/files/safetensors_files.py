@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollout.errors import ConfigError
@@ -18,6 +18,7 @@ from rollout.weights.files.box_reader import BoxReader, MappedReader
 from rollout.weights.files.shards import REPAIR, Shards
 
 META = "__metadata__"  # what a header has beside tensors
+MAX_HEADER = 100 << 20  # bytes, as safetensors has it
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -74,15 +75,12 @@ class SafetensorsFiles:
 
     def _open(self, path: Path) -> None:
         try:
-            rows = _rows(path)
+            rows = rows_of(str(path), *read_header(path))
             self._readers[path] = self._reader(path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error})") from error
-        except (SafetensorError, ValueError) as error:
-            raise ConfigError(
-                f"{path} is truncated or no safetensors file ({error}); {REPAIR}"
-            ) from error
-        for name, row in rows.items():
+        for row in sorted(rows, key=lambda row: row.meta.name):
+            name = row.meta.name
             if self._shards.where.get(name, path.name) != path.name:
                 continue  # the index places it in another shard
             if name in self._where:
@@ -109,35 +107,62 @@ class Row:
     at: int
 
 
-def _rows(path: Path) -> dict[str, Row]:
-    """What the header says, in its order, once safetensors itself has found it sound."""
-    with path.open("rb") as file:  # first: safetensors says that what it may not open is not there
-        with safe_open(str(path), framework="pt", device="cpu") as checked:
-            names = list(checked.keys())
-        length = int.from_bytes(file.read(8), "little")
-        rows = {row.meta.name: row for row in rows_of(str(path), file.read(length))}
-    return {name: rows[name] for name in names}
+def read_header(path: Path) -> tuple[bytes, int]:
+    """A file's header, and the length of the file.
+
+    It is read, not mapped: a mapped page that the disk or a server of files fails to give ends the
+    process by SIGBUS.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return file.read(header_length(str(path), file.read(8), size)), size
 
 
-def rows_of(path: str, header: bytes, size: int | None = None) -> list[Row]:
-    """The tensors of a header; of a file of ``size`` bytes, each is checked to lie in it."""
+def header_length(path: str, first: bytes, size: int) -> int:
+    """Of the header of a file of ``size`` bytes, whose ``first`` 8 say it."""
+    length = int.from_bytes(first, "little")
+    if not 0 < length <= min(MAX_HEADER, size - 8):
+        raise ConfigError(
+            f"{path} is truncated or no safetensors file (of its {size} bytes the header would be "
+            f"{length}); {REPAIR}"
+        )
+    return length
+
+
+def rows_of(path: str, header: bytes, size: int) -> list[Row]:
+    """The tensors of a header, which have to fill the file of ``size`` bytes."""
     try:
         said = json.loads(header)
-        rows = [_row(path, len(header), name, one) for name, one in said.items() if name != META]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path} is truncated or no safetensors file ({error!r})") from error
-    for row in rows:
-        if size is not None and not 0 <= row.at <= size - row.meta.nbytes:
-            raise ConfigError(f"{path} ends within {row.meta.name}; {REPAIR}")
+        rows = [_row(len(header), name, one) for name, one in said.items() if name != META]
+        _check_filled(rows, 8 + len(header), size)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is truncated or no safetensors file ({error}); {REPAIR}"
+        ) from error
     return rows
 
 
-def _row(path: str, length: int, name: str, said: Any) -> Row:
+def _check_filled(rows: list[Row], end: int, size: int) -> None:
+    for row in sorted(rows, key=lambda row: (row.at, row.meta.nbytes)):
+        if row.at != end:
+            raise ValueError(f"{row.meta.name} does not begin where the tensor before it ends")
+        end += row.meta.nbytes
+        if end > size:
+            raise ValueError(f"it ends within {row.meta.name}")
+    if end < size:
+        raise ValueError(f"it has {size - end} bytes behind its last tensor")
+
+
+def _row(length: int, name: str, said: Any) -> Row:
     dtype = DTYPES.get(said["dtype"])
     if dtype is None:
-        raise ConfigError(f"{path}: {name} has the unsupported dtype {said['dtype']}")
+        raise ConfigError(f"{name} has the unsupported dtype {said['dtype']}")
     shape, (start, stop) = tuple(map(int, said["shape"])), said["data_offsets"]
     meta = TensorMeta(name, dtype, shape)
+    if any(type(number) is not int for number in (start, stop, *said["shape"])):
+        raise ValueError(f"{name} has a place or a shape of no integers")
     if min((0, start, *shape)) < 0 or stop - start != meta.nbytes:
         raise ValueError(f"{name} has {stop - start} bytes for shape {shape}")
     return Row(meta, 8 + length + start)
