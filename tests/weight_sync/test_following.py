@@ -112,6 +112,39 @@ def test_a_directory_that_cannot_be_looked_at_holds_nothing_up(
     assert "checkpoint-1" not in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "version"])
+def test_what_a_file_system_failed_to_read_is_tried_again_though_it_looks_the_same(
+    follower, engine, checkpoints, monkeypatch, kind
+) -> None:
+    """As where its server starts again, or its answer came too late (EIO)."""
+    following, where = follower
+    if kind == "version":
+        writer(LocalStore(where)).write(checkpoints[2], 1)
+    else:
+        checkpoint(where / "checkpoint-1", checkpoints[2])
+    opened, failing = Path.open, [True]
+
+    def failed(path: object) -> None:
+        if failing and "manifest" not in str(path):
+            raise OSError(5, "Input/output error")
+
+    def open_file(path: Path, *words: object, **options: object) -> object:
+        failed(path if kind == "version" else "manifest")
+        return opened(path, *words, **options)
+
+    preadv = os.preadv
+    monkeypatch.setattr(Path, "open", open_file)
+    monkeypatch.setattr(os, "preadv", lambda fd, *rest: failed(fd) or preadv(fd, *rest))
+    with pytest.raises(SourceFailed, match=r"1/.* cannot be read.*Input/output error"):
+        following.look()
+    assert following.look() is None
+    failing.clear()
+    assert following.look() is None
+    monkeypatch.setattr(following_module, "AGAIN", 0.0)
+    assert following.look().version == 1
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
 def test_where_the_directory_itself_cannot_be_looked_at_that_is_said(
     engine, checkpoints, tmp_path
 ) -> None:

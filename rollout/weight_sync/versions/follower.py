@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from rollout.weight_sync.versions.directories import (
 from rollout.weight_sync.versions.passed_over import Candidate, PassedOver
 
 POLL = 1.0  # seconds between looks at the directory
+AGAIN = 30.0  # seconds until what a file system refused to read is tried again
 
 _NUMBER = re.compile(r"(?:.*[^0-9])?([0-9]+)")
 _DIGITS = 15  # of the highest numbers that versions have
@@ -73,8 +76,7 @@ class Follower:
         self._reach, self._timeout = connect, timeout
         self._opened: WeightChannel | None = None
         self._reading: Path | None = None  # what this look updates from
-        # What could not be used, and what the directories that it is read from looked like then.
-        self._failed: dict[Path, dict[Path, object]] = {}
+        self._failed: dict[Path, _Failed] = {}  # what could not be used
         self._incomplete: dict[Path, object] = {}  # what it looked like when it was not complete
         self._looked: dict[Path, object] = {}  # what directories look like, in this look
         self._looked_before: dict[Path, object] = {}  # and in the one before
@@ -118,7 +120,7 @@ class Follower:
         info = self._connect().info()
         candidates = sorted(self._candidates(), reverse=True)
         ahead = {c.path for c in candidates if c.version > info.version}
-        self._failed = {path: seen for path, seen in self._failed.items() if path in ahead}
+        self._failed = {path: known for path, known in self._failed.items() if path in ahead}
         self._incomplete = {path: seen for path, seen in self._incomplete.items() if path in ahead}
         self._passed_over.warn_of_late(candidates, info)
         problems: list[RolloutError] = []
@@ -149,10 +151,11 @@ class Follower:
     def _usable(self, candidate: Candidate, info: WeightInfo) -> Any | None:
         """What to update from; None where it is incomplete, or known to be of no use.
 
-        Raises why it is of no use, for as long as its files look the same only once.
+        Raises why it is of no use, for as long as its files look the same only once, and again
+        each ``AGAIN`` seconds where the file system would not have them read.
         """
         known = self._failed.get(candidate.path)
-        if known is not None and all(self._looks(path) == seen for path, seen in known.items()):
+        if known is not None and time.monotonic() < known.at + AGAIN and self._are_as(known):
             return None
         looked = self._looks(candidate.path)
         try:
@@ -160,11 +163,11 @@ class Follower:
         except IncompleteUpdate as error:
             self._warn_if_left(candidate.path, looked, str(error))
             return None
-        except RolloutError:
-            self._failed[candidate.path] = {candidate.path: looked}
+        except RolloutError as error:
+            self._failed[candidate.path] = _Failed.by(error, {candidate.path: looked})
             raise
         except Exception as error:  # whatever a file system says of what others write to it
-            self._failed[candidate.path] = {candidate.path: looked}
+            self._failed[candidate.path] = _Failed.by(error, {candidate.path: looked})
             raise SourceFailed(f"{candidate.path} cannot be read, skipped: {error}") from error
 
     def _update(self, candidate: Candidate, source: Any) -> UpdateReceipt:
@@ -181,8 +184,11 @@ class Follower:
         except (WeightError, ConfigError) as error:
             damaged = isinstance(source, WrittenVersion) and source.damaged
             if damaged or not isinstance(error, _NOT_ITS_OWN):
-                self._failed[candidate.path] = looked
+                self._failed[candidate.path] = _Failed.by(error, looked)
             raise
+
+    def _are_as(self, known: _Failed) -> bool:
+        return all(self._looks(path) == seen for path, seen in known.looked.items())
 
     def _looks(self, path: Path) -> object:
         """Once in a look, and one object for as long as it is the same: many versions may be built
@@ -228,6 +234,25 @@ class Follower:
     def _note(self, error: str) -> None:
         self._said = error
         self._on_state(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What directories looked like when what is read from them could not be used."""
+
+    looked: dict[Path, object]
+    at: float  # when the file system failed, by ``time.monotonic``; else infinite
+
+    @classmethod
+    def by(cls, error: BaseException, looked: dict[Path, object]) -> _Failed:
+        """A disk, or a server of files, that failed may have recovered: files do not show it."""
+        causes: list[BaseException] = []
+        cause: BaseException | None = error
+        while cause is not None and cause not in causes:  # an error may be its own cause's cause
+            causes.append(cause)
+            cause = cause.__cause__
+        passing = any(isinstance(one, OSError) for one in causes)
+        return cls(looked, time.monotonic() if passing else float("inf"))
 
 
 class _Watched(LinkOver):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, SourceFailed
 
 _KEY = re.compile(r"[0-9a-z][0-9a-z./-]*")
 
@@ -58,8 +58,9 @@ class LocalStore:
 
     def get_over(self, key: str, held: bytearray) -> memoryview:
         """The same in the memory of ``held``, or of a longer one: pages are not asked for again."""
+        path = self._path(key)
         try:
-            with self._path(key).open("rb", buffering=0) as file:
+            with path.open("rb", buffering=0) as file:
                 size, filled = os.fstat(file.fileno()).st_size, 0
                 data = memoryview(held if len(held) >= size else bytearray(size))[:size]
                 while count := file.readinto(data[filled:]):
@@ -67,6 +68,8 @@ class LocalStore:
                 return data[:filled]  # less, where it was cut meanwhile
         except (FileNotFoundError, NotADirectoryError):
             raise KeyError(key) from None
+        except OSError as error:
+            raise SourceFailed(f"{path} cannot be read: {error}") from error
 
     def list(self, prefix: str) -> list[str]:
         found = []
