@@ -130,7 +130,7 @@ def problem(address: str, tls: ClientTls | None, timeout: float = 2.0) -> str | 
             # A server that does not want our certificate ends it now; another one speaks first.
             return secured.refusal()
     except ssl.SSLCertVerificationError as error:
-        return f"its certificate is not trusted: {error.verify_message}; is --tls-ca (ca=) its own?"
+        return _distrust(error)
     except ssl.SSLError as error:
         alert = "ALERT" in (error.reason or "")
         if tls is None:
@@ -179,8 +179,29 @@ class _Secured:
                 return result
 
 
-_REFUSED = "it refuses our certificate, or misses one: --tls-cert and --tls-key (cert=, key=)"
+_REFUSED = (
+    "it refuses our certificate, or misses one: --tls-cert and --tls-key (cert=, key=), of an "
+    "authority that it trusts, for clients, and not expired by the clock of its host"
+)
 _NEEDS_TLS = "it speaks TLS: pass --tls-ca PEM (tls=ClientTls(ca=...)), who signed its certificate"
+
+
+# OpenSSL's codes of certificates that are good for another time, or another name.
+_NOT_YET_VALID, _EXPIRED, _OTHER_NAME, _OTHER_IP = 9, 10, 62, 64
+
+
+def _distrust(error: ssl.SSLCertVerificationError) -> str:
+    """Why we do not trust a server's certificate, and what to do about it."""
+    if error.verify_code in (_NOT_YET_VALID, _EXPIRED):
+        remedy = "set the clock of this host, or renew the certificate and restart that service"
+    elif error.verify_code in (_OTHER_NAME, _OTHER_IP):
+        remedy = (
+            "reach it by a name that the certificate has, or say one of them: --tls-server-name "
+            "(server_name=)"
+        )
+    else:
+        remedy = "is --tls-ca (ca=) its own?"
+    return f"its certificate is not trusted: {error.verify_message.rstrip('.')}; {remedy}"
 
 
 def client_context(tls: ClientTls | None, protocol: str) -> ssl.SSLContext:

@@ -104,9 +104,10 @@ class Tokens:
         if is_loopback(host):
             return
         if self.generation is None:
+            what = "replace the weights" if self.control is None else "generate"
             raise ConfigError(
-                f"listening on {host} lets anyone on the network replace the weights: give a "
-                "token (--token, token=), or listen on 127.0.0.1"
+                f"listening on {host} lets anyone on the network {what}: give a token (--token, "
+                "token=), or listen on 127.0.0.1"
             )
         check_encrypted(host, tls=tls, insecure=insecure)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 import subprocess
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import grpc
 import pytest
 from certificates import make_certificates
 
@@ -16,7 +20,7 @@ from rollout import Rollout
 from rollout.cli.main import main
 from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc.client import RolloutClient
-from rollout.rpc.tls import ClientTls, ServerTls, client_context
+from rollout.rpc.tls import ClientTls, ServerTls, client_context, problem
 from rollout.server.grpc.server import serve
 from rollout.weight_sync.protocol.membership import SendTo
 from rollout.wire.codec import from_json, to_json
@@ -78,6 +82,27 @@ def test_others_are_not_let_in(address, made, who, capfd) -> None:
     }[who]
     with pytest.raises(EngineClosed, match=words):
         Rollout.connect(address, timeout=5, tls=tls)
+
+
+def test_a_certificate_of_another_time_or_name_is_not_put_down_to_its_authority(
+    address, made, tmp_path
+) -> None:
+    of_another = dataclasses.replace(client(made, "ours"), server_name="other")
+    with pytest.raises(EngineClosed, match=r"Hostname mismatch.* 'other'; .*--tls-server-name"):
+        Rollout.connect(address, timeout=5, tls=of_another)
+    pair = {"cert": str(tmp_path / "expired.pem"), "key": made("ours.key")}
+    signed = ("-req", "-in", made("ours.csr"), "-CA", made("ours-ca.pem"), "-days", "0")
+    signed += ("-CAkey", made("ours-ca.key"), "-extfile", made("ext"), "-out", pair["cert"])
+    subprocess.run(["openssl", "x509", *signed], check=True, capture_output=True, timeout=30)
+    time.sleep(1.1)  # certificates end at a second
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", ServerTls(**pair).credentials())
+    server.start()
+    try:
+        why = problem(f"127.0.0.1:{port}", client(made, "ours"))
+    finally:
+        server.stop(None)
+    assert "certificate has expired; set the clock of this host, or renew" in str(why)
 
 
 def test_a_service_without_tls_is_told_from_one_that_is_not_there(engine, made) -> None:

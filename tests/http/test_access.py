@@ -211,6 +211,10 @@ def test_a_host_beyond_loopback_needs_tls_or_a_word() -> None:
         check_encrypted("10.0.0.1", tls=False, insecure=False)
     check_encrypted("10.0.0.1", tls=True, insecure=False)
     check_encrypted("10.0.0.1", tls=False, insecure=True)
+    with pytest.raises(ConfigError, match=r"replace the weights: .*--token"):
+        Tokens().check_host("10.0.0.1", tls=True)
+    with pytest.raises(ConfigError, match=r"network generate: .*--token"):
+        Tokens(control="c").check_host("10.0.0.1", tls=True)
 
 
 # ---- how much is read ----
