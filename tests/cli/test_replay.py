@@ -229,6 +229,20 @@ def test_a_journal_stays_in_its_bound_reads_past_what_a_crash_cut_off_and_counts
         Journal(directory, 1000)
 
 
+def test_a_journal_that_begins_after_the_clock_was_set_back_is_the_newest(
+    journaled, tmp_path, monkeypatch
+):
+    """Else its files would be the first to go, and those of the engine before it stay."""
+    clock = time.time_ns
+    for life, behind in enumerate((0, 3600 * 10**9)):
+        monkeypatch.setattr(time, "time_ns", lambda behind=behind: clock() - behind)
+        journal = Journal(tmp_path / "again", 1 << 20)
+        journal.start({"life": life})
+        journal.add(_Again(journaled[1]).finished())
+        journal.close()
+    assert [one.facts["life"] for one in read_journal(tmp_path / "again")] == [0, 1]
+
+
 def test_versions_of_the_same_weights_are_told_of_once_in_a_file(journaled, tmp_path):
     """As those are that commits of adapters alone make."""
     directory = tmp_path / "alike"

@@ -114,7 +114,11 @@ class Journal:
     def start(self, facts: Mapping[str, Any]) -> None:
         """``facts``: JSON-able, of the engine."""
         self._facts = facts
-        self._name = f"{time.time_ns():020d}-{os.getpid()}"
+        # Above what is there, also where the clock was set back meanwhile, or is another host's:
+        # else these files would be the first to go.
+        there = (path.name.partition("-")[0] for path in journal_files(self._directory))
+        above = 1 + max((int(begun) for begun in there if begun.isdecimal()), default=0)
+        self._name = f"{max(time.time_ns(), above):020d}-{os.getpid()}"
         self._thread.start()
 
     def add(self, finished: Finished) -> None:
@@ -271,7 +275,7 @@ def params_document(params: SamplingParams) -> dict[str, Any]:
 
 
 def journal_files(directory: Path) -> list[Path]:
-    """Oldest first: names begin with the time of their engine's start, then count."""
+    """Oldest first: names rise with their engines' starts, whose times they are, then count."""
     return sorted(directory.glob(f"*{_SUFFIX}"))
 
 
