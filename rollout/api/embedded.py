@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from rollout.api.prompts import PromptPreparer
 from rollout.api.running_calls import RunningCalls
 from rollout.api.send_live import send_live
 from rollout.config import EngineConfig
+from rollout.distributed.futures import resolve
 from rollout.engine.core import EngineCore
 from rollout.engine.executors import Executor
 from rollout.engine.facts import layer_settings
@@ -98,8 +99,8 @@ class EmbeddedBackend:
             if self._starting is None:
                 starting = Future[None]()
                 starting.set_running_or_notify_cancel()  # no waiter's end is that of the loading
-                work = self._load, starting
-                threading.Thread(target=_do, args=work, name="rollout-load").start()
+                load = starting, self._load
+                threading.Thread(target=resolve, args=load, name="rollout-load").start()
                 self._starting = starting
         await asyncio.wrap_future(self._starting)
 
@@ -483,14 +484,3 @@ class EmbeddedBackend:
     def _is_live(self, receipt: UpdateReceipt) -> bool:
         """Whether what is served is still what that update brought, whole; beneath adapters."""
         return receipt.version == self.core.base_version and self.core.broken is None
-
-
-def _do(work: Callable[[], None], future: Future[None]) -> None:
-    try:
-        work()
-    except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
-        future.set_exception(error)
-    else:
-        future.set_result(None)
-    finally:
-        del work, future  # of which the error's traceback would make a cycle

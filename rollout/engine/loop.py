@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from rollout.distributed.futures import resolve
 from rollout.distributed.native_thread import NativeThread
 from rollout.engine.adapters.places import AdapterPlaces
 from rollout.engine.deadline_future import DeadlineFuture
@@ -225,12 +226,8 @@ class StepLoop:
             except Empty:
                 return
             wait = False
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(fn())
-            except Exception as error:  # noqa: BLE001 - belongs to whoever asked
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                resolve(future, fn)
 
     def _refuse_rest(self) -> None:
         error = EngineClosed("the engine was shut down")

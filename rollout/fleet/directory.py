@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from rollout.distributed.futures import resolve
 from rollout.errors import DeadlineExceeded, EngineClosed, EngineError
 from rollout.fleet.link import Link
 from rollout.rpc.client import RolloutClient
@@ -122,10 +123,7 @@ class Directory(ABC):
         life, answer = self.life(link.name), Future[T]()
 
         def ask() -> None:
-            try:
-                answer.set_result(verb(link.client))
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                answer.set_exception(error)
+            resolve(answer, lambda: verb(link.client))
 
         threading.Thread(target=ask, name="rollout-fleet-ask", daemon=True).start()
         while not wait((answer,), LOOK).done:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from rollout.distributed.futures import resolve
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import ConfigError, EngineClosed, RequestAborted
 from rollout.rpc.forks import FORKS
@@ -30,15 +31,8 @@ def uninterrupted(call: Callable[[], R]) -> R:
     if threading.current_thread() is not threading.main_thread():
         return call()
     done: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - belongs to who waits
-            done.set_exception(error)
-
     try:
-        NativeThread("rollout-rpc", run).start()
+        NativeThread("rollout-rpc", lambda: resolve(done, call)).start()
     except RuntimeError:  # the interpreter ends: no thread can be started any more
         return call()
     return done.result()

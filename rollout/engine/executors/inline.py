@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.distributed.futures import resolve
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.worker import Worker
 from rollout.errors import ConfigError, EngineClosed, WorkerDied
@@ -74,8 +75,8 @@ class InlineExecutor:
                 future.set_exception(error)
                 return
             beside = thread is not None and thread is self._main
-            if not (beside and self._replies.submit(lambda: _resolve(future, reply))):
-                _resolve(future, reply)
+            if not (beside and self._replies.submit(lambda: resolve(future, reply))):
+                resolve(future, reply)
 
         if worker is None or (thread is not None and not thread.submit(run)):
             future.set_exception(EngineClosed("the engine is closed"))
@@ -95,10 +96,3 @@ class InlineExecutor:
             for thread in (self._staging, self._main, self._replies):
                 if thread is not None:
                     thread.close(_CLOSE_WAIT)
-
-
-def _resolve(future: Future[Reply], reply: Callable[[], Reply]) -> None:
-    try:
-        future.set_result(reply())
-    except Exception as error:  # noqa: BLE001 - belongs to whoever waits for it
-        future.set_exception(error)

@@ -6,9 +6,11 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
+from rollout.distributed.futures import resolve
 from rollout.engine.structured.process import (
     COMPILE_LIMIT,
     GrammarProcess,
@@ -78,14 +80,8 @@ class CompileQueue:
                 if not self._waiting:
                     return
                 _, _, spec, done = heappop(self._waiting)
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                self._compile(spec)
-            except Exception as error:  # noqa: BLE001 - belongs to whoever asked
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+            if done.set_running_or_notify_cancel():
+                resolve(done, partial(self._compile, spec))
 
     def _compile(self, spec: Mapping[str, Any]) -> None:
         """A grammar with which the process has ended twice is given up, one that is slow at once;

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from rollout.distributed.futures import resolve
 from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed, VersionConflict, some
 from rollout.fleet.coordination.actions import Adapters
 from rollout.fleet.fleet import Fleet
@@ -388,10 +389,7 @@ class FleetChannel:
         wanted = replace(request, adapters_after={} if info.adapters else None)
 
         def begin() -> None:
-            try:
-                begun.set_result(part.channel.begin(wanted))
-            except Exception as error:  # noqa: BLE001 - raised where it is waited for
-                begun.set_exception(error)
+            resolve(begun, lambda: part.channel.begin(wanted))
 
         threading.Thread(target=begin, name="rollout-fleet-join", daemon=True).start()
         try:
