@@ -432,9 +432,9 @@ class EngineCore:
         # An executor may run a call in the thread that asks, which has no reply to wait for yet.
         return replies_by_now(asked or [Future() for _ in self.rank_info], phase, timeout)
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         """Memory from which a call's tensor reaches the ranks without a copy, if there is any."""
-        return None if self._executor is None else self._executor.room(nbytes)
+        return None if self._executor is None else self._executor.buffer(nbytes)
 
     @property
     def reads_on(self) -> str:

@@ -145,7 +145,7 @@ class GrpcWeightChannel:
         bucket = pb.Bucket(header_json=head, payload_bytes=data.nbytes)
         self._outbox.put_bucket(pb.UpdateCommand(bucket=bucket), data)
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         return None  # chunks are sent from wherever they lie
 
     def wait(self, index: int, timeout: float) -> None:

@@ -325,8 +325,8 @@ class _FaultyChannel:
         self._timeout = request.timeout
         return self._inner.begin(request)
 
-    def room(self, nbytes: int) -> Tensor | None:
-        return self._inner.room(nbytes)
+    def buffer(self, nbytes: int) -> Tensor | None:
+        return self._inner.buffer(nbytes)
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         self._inner.bucket(header, payload)

@@ -92,17 +92,17 @@ def test_short_tensors_stay_in_the_frame_and_a_rank_without_the_memory_says_so(m
 
 def test_what_lies_in_a_room_is_not_copied_and_stays_until_it_has_been_read(memory) -> None:
     views = PayloadViews(os.dup(memory.fd))
-    room = memory.room(LARGE)
-    room.copy_(torch.arange(LARGE) % 251)
-    rows, at = memory.place({"payload": room})
+    buffer = memory.buffer(LARGE)
+    buffer.copy_(torch.arange(LARGE) % 251)
+    rows, at = memory.place({"payload": buffer})
     assert at is None
     seen = views.views(rows)["payload"]
-    room[7] = 99
+    buffer[7] = 99
     assert seen[7] == 99  # the same memory
     futures = [Future(), Future()]
-    memory.free_after(futures, at, {"payload": room})
-    del room
-    other = memory.room(LARGE)
+    memory.free_after(futures, at, {"payload": buffer})
+    del buffer
+    other = memory.buffer(LARGE)
     other.zero_()
     assert seen[7] == 99  # one rank still reads
     for future in futures:
@@ -114,38 +114,38 @@ def test_what_lies_in_a_room_is_not_copied_and_stays_until_it_has_been_read(memo
 
 def test_a_tensor_from_elsewhere_or_from_the_midst_of_a_room_is_copied(memory) -> None:
     views = PayloadViews(os.dup(memory.fd))
-    room = memory.room(LARGE)
-    room.fill_(3)
-    for tensors in ({"a": room[4096:]}, {"a": room, "b": torch.ones(9)}):
+    buffer = memory.buffer(LARGE)
+    buffer.fill_(3)
+    for tensors in ({"a": buffer[4096:]}, {"a": buffer, "b": torch.ones(9)}):
         rows, at = memory.place(tensors)
         assert at is not None
         assert torch.equal(views.views(rows)["a"], tensors["a"])
-    assert memory.room(9) is None
+    assert memory.buffer(9) is None
     memory.close()
-    assert memory.room(LARGE) is None
+    assert memory.buffer(LARGE) is None
 
 
-def test_rooms_that_nobody_has_any_more_are_given_back(memory, monkeypatch) -> None:
+def test_buffers_that_nobody_has_any_more_are_given_back(memory, monkeypatch) -> None:
     monkeypatch.setattr(shared_payloads, "_IDLE", 0.1)
-    rooms = [memory.room(LARGE) for _ in range(3)]
+    buffers = [memory.buffer(LARGE) for _ in range(3)]
     with memory._lock:  # as where the last reference goes while the lock is held
-        rooms.clear()
+        buffers.clear()
     deadline = time.monotonic() + 5
     while os.fstat(memory.fd).st_size and time.monotonic() < deadline:
         time.sleep(0.05)
     assert os.fstat(memory.fd).st_size == 0
-    assert not memory._rooms
+    assert not memory._buffers
 
 
-def test_rooms_together_are_bounded(memory, monkeypatch) -> None:
-    monkeypatch.setattr(shared_payloads, "MAX_ROOMS", 2 * LARGE)
-    first, second = memory.room(LARGE), memory.room(LARGE)
+def test_buffers_together_are_bounded(memory, monkeypatch) -> None:
+    monkeypatch.setattr(shared_payloads, "MAX_BUFFER_BYTES", 2 * LARGE)
+    first, second = memory.buffer(LARGE), memory.buffer(LARGE)
     assert first is not None
     assert second is not None
-    assert memory.room(LARGE) is None
-    assert memory.place({"a": torch.ones(LARGE)}) is not None  # what is here already is no room
+    assert memory.buffer(LARGE) is None
+    assert memory.place({"a": torch.ones(LARGE)}) is not None  # what is here already is no buffer
     del first
-    assert memory.room(LARGE) is not None
+    assert memory.buffer(LARGE) is not None
 
 
 def test_the_short_tensors_of_a_step_wait_for_nobody(memory) -> None:
@@ -161,9 +161,9 @@ def test_a_bucket_that_fails_keeps_no_room(memory) -> None:
         def begin(self, request):
             return Begun(update_id="u", epoch=1, base_version=0, version=1)
 
-        def room(self, nbytes):
+        def buffer(self, nbytes):
             taken.append(nbytes)
-            return memory.room(nbytes)
+            return memory.buffer(nbytes)
 
         def bucket(self, header, payload):
             raise TransferFailed("refused")

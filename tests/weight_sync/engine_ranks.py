@@ -198,7 +198,7 @@ class Engine:
         tasks.put((method, args, tensors, future))
         return future
 
-    def room(self, nbytes):
+    def buffer(self, nbytes):
         return None
 
     def at_step_boundary(self, fn: Callable[[], Any]) -> Future[Any]:

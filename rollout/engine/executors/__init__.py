@@ -39,7 +39,7 @@ class Executor(Protocol):
         """Enqueue one call on every rank; futures in rank order."""
         ...
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         """Memory, uint8 [nbytes], from which a tensor reaches the ranks without a copy.
 
         It is the caller's as long as anybody has it. None where any memory does.

@@ -85,7 +85,7 @@ class InlineExecutor:
                 run()
         return [future]
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         return None  # the rank reads any memory of this process
 
     def close(self) -> None:

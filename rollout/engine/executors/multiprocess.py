@@ -147,8 +147,8 @@ class MultiprocessExecutor:
         if self._ring is not None:
             self._ring.wake()
 
-    def room(self, nbytes: int) -> Tensor | None:
-        return self._payloads.room(nbytes)
+    def buffer(self, nbytes: int) -> Tensor | None:
+        return self._payloads.buffer(nbytes)
 
     def close(self) -> None:
         """End every rank within bounded time; pending futures fail with ``EngineClosed``."""

@@ -2,7 +2,7 @@
 
 The engine's process owns a run of anonymous memory whose descriptor every rank inherits. A call's
 tensors lie in it from the call until the last rank's reply; ranks see them as views, without a
-copy. What comes from a socket may be received into it (``room``), so that nothing is copied at all.
+copy. What comes from a socket may be received into a ``buffer`` of it, and is not copied at all.
 Where there is no such memory (not Linux), tensors travel in the frames.
 """
 
@@ -26,7 +26,7 @@ from rollout.errors import TransferFailed
 from rollout.wire.frames import dtype_name, view_at
 
 MIN_SHARED = 1 << 17  # bytes; what is shorter is as fast through a socket
-MAX_ROOMS = 2 << 30  # bytes of all rooms: of what a peer has announced, not yet sent
+MAX_BUFFER_BYTES = 2 << 30  # of all buffers: of what a peer has announced, not yet sent
 _IDLE = 1.0  # seconds without a tensor after which the memory is given back
 
 Rows = dict[str, list[Any]]  # by tensor: dtype name, shape, offset, nbytes
@@ -41,7 +41,7 @@ class PayloadMemory:
         self.fd: int | None = None
         self._mapped: mmap.mmap | None = None
         self._used: dict[int, int] = {}  # start -> end of what ranks may still read
-        self._rooms: dict[int, int] = {}  # address of a tensor made by ``room`` -> its start
+        self._buffers: dict[int, int] = {}  # address of a tensor made by ``buffer`` -> its start
         self._left: list[tuple[int, int]] = []  # the same, of those that nobody has any more
         self._lock = threading.Lock()
         self._last = 0.0
@@ -52,29 +52,29 @@ class PayloadMemory:
             except OSError as error:
                 _log.warning("the ranks share no memory for weights: %s", error)
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         """Memory for a payload to come, uint8 [nbytes]; ``place`` will not copy it.
 
-        Taken until nobody has the tensor. None where it is short, where rooms take ``MAX_ROOMS``
-        already, or no memory was found.
+        Taken until nobody has the tensor. None where it is short, where buffers take
+        ``MAX_BUFFER_BYTES`` already, or no memory was found.
         """
-        found = self._reserve(nbytes, MAX_ROOMS)
+        found = self._reserve(nbytes, MAX_BUFFER_BYTES)
         if found is None:
             return None
         memory, start = found
         held = np.frombuffer(memory, np.uint8, nbytes, start)
-        room = torch.from_numpy(held)
+        buffer = torch.from_numpy(held)
         with self._lock:
-            self._rooms[room.data_ptr()] = start
+            self._buffers[buffer.data_ptr()] = start
         # Called from any thread at any time, also one that holds the lock: it only takes a note.
-        gone = weakref.finalize(held, self._left.append, (room.data_ptr(), start))
+        gone = weakref.finalize(held, self._left.append, (buffer.data_ptr(), start))
         gone.atexit = False
-        return room
+        return buffer
 
     def place(self, tensors: Mapping[str, Tensor]) -> tuple[Rows, int | None] | None:
         """Copy ``tensors`` in: what a rank has to know of them, and the place to ``free``.
 
-        There is none to free for a tensor that lies in a ``room``: it has to be kept meanwhile.
+        There is none to free for a tensor that lies in a ``buffer``: it has to be kept meanwhile.
         None where they are short, or no memory was found.
         """
         size = sum(_pages(tensor.nbytes) for tensor in tensors.values())
@@ -101,7 +101,7 @@ class PayloadMemory:
     def free_after(
         self, futures: list[Future[Any]], place: int | None, tensors: Mapping[str, Tensor]
     ) -> None:
-        """Free a place, or let go of the tensors in their room, when all ``futures`` are done."""
+        """Free a place, or let go of tensors in buffers, when all ``futures`` are done."""
         left, lock, kept = [len(futures)], threading.Lock(), [tensors]
 
         def done(_: Future[Any]) -> None:
@@ -122,11 +122,11 @@ class PayloadMemory:
             self._last = time.monotonic()
 
     def _free_left(self) -> None:
-        """With the lock: the rooms that nobody has any more."""
+        """With the lock: the buffers that nobody has any more."""
         while self._left:
             address, start = self._left.pop()
-            if self._rooms.get(address) == start:  # else another one lies there by now
-                del self._rooms[address]
+            if self._buffers.get(address) == start:  # else another one lies there by now
+                del self._buffers[address]
             self._used.pop(start, None)
             self._last = time.monotonic()
 
@@ -158,27 +158,27 @@ class PayloadMemory:
             os.close(fd)
 
     def _lying(self, tensors: Mapping[str, Tensor]) -> Rows | None:
-        """The rows of tensors that lie in rooms, from their first byte on; None if one does not."""
+        """The rows of tensors that are buffers, from their first byte on; None if one is not."""
         with self._lock:
             self._free_left()
         rows: Rows = {}
         for key, tensor in tensors.items():
-            start = self._rooms.get(tensor.data_ptr())
+            start = self._buffers.get(tensor.data_ptr())
             if start is None or not tensor.is_contiguous():
                 return None
             rows[key] = [dtype_name(tensor.dtype), list(tensor.shape), start, tensor.nbytes]
         return rows
 
     def _reserve(self, size: int, most: int | None = None) -> tuple[mmap.mmap, int] | None:
-        """Memory, and where in it ``size`` bytes are taken; ``most``: of all rooms then."""
+        """Memory, and where in it ``size`` bytes are taken; ``most``: of all buffers then."""
         if self.fd is None or size < MIN_SHARED:
             return None
         with self._lock:
             if self.fd is None:
                 return None
             self._free_left()
-            rooms = sum(self._used[start] - start for start in self._rooms.values())
-            if most is not None and rooms + size > most:
+            buffers = sum(self._used[start] - start for start in self._buffers.values())
+            if most is not None and buffers + size > most:
                 return None
             start = self._take(size)
             try:

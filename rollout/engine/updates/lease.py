@@ -141,11 +141,11 @@ class Lease:
         )
         return self._begun
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         if self._replays is not None:
             return None
         request = self._live("bucket")
-        return self._of.engine.room(nbytes) if nbytes <= request.bucket_bytes else None
+        return self._of.engine.buffer(nbytes) if nbytes <= request.bucket_bytes else None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         if self._replays is not None:

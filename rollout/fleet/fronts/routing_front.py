@@ -154,7 +154,7 @@ class PassedOnChannel:
             request = replace(request, offer={**request.offer, "senders": 1})
         return self._channel.begin(request)
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         return None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:

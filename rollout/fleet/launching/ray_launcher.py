@@ -139,7 +139,7 @@ class RayLauncher:
         )  # fmt: skip
         return RayReplica(self, name, words, self._token, placement)
 
-    def room(self, placement: Any) -> str:
+    def why_waiting(self, placement: Any) -> str:
         """What is asked for, what is there, and what is about to come."""
         ray, ask = self._ray, self.ask
         there = {n: ray.cluster_resources().get(n, 0.0) for n in ask.bundle}
@@ -231,7 +231,7 @@ class RayReplica:
         ray, ask = self._ray, self._launcher.ask
         judged = time.monotonic() + executor.PATIENCE
         while not is_placed(ray, self._placement):
-            self.waits_for = self._launcher.room(self._placement)
+            self.waits_for = self._launcher.why_waiting(self._placement)
             if time.monotonic() > judged and not self._launcher.may_come(self._placement):
                 raise ConfigError(f"{self._name} would never start: {self.waits_for}")
             self._pause()

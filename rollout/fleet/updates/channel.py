@@ -153,7 +153,7 @@ class FleetChannel:
             mappers=None if self._card is None else self._card.mappers,
         )  # fmt: skip
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         return None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:

@@ -61,8 +61,8 @@ class Lane:
         self._indices: dict[int, int] = {}  # this stream's number of a bucket -> its index
         self._sealed = False
 
-    def room(self, nbytes: int) -> Tensor | None:
-        return self._lanes.channel.room(nbytes)
+    def buffer(self, nbytes: int) -> Tensor | None:
+        return self._lanes.channel.buffer(nbytes)
 
     def begin(self, request: UpdateRequest) -> Begun:
         raise TransferFailed("a stream that joined an update begins none")

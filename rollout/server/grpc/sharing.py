@@ -61,13 +61,13 @@ class SharingChannel:
             return str(error)
         return ""
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         if self._relay is not None:
             return self._relay.start(self._next, nbytes)
-        return self._channel.room(nbytes) if self._sender is None else self._half(nbytes)
+        return self._channel.buffer(nbytes) if self._sender is None else self._half(nbytes)
 
     def arrived(self, have: int) -> None:
-        """So many bytes of the next bucket lie in the ``room`` for it."""
+        """So many bytes of the next bucket lie in the ``buffer`` for it."""
         if self._relay is not None:
             self._relay.arrived(self._next, have)
 

@@ -387,7 +387,7 @@ class UpdateStream:
             raise TransferFailed(
                 f"bucket {header.index} announces {message.payload_bytes} bytes for {header.nbytes}"
             )
-        self._bucket = _IncomingBucket(header, self._channel.room(header.nbytes))
+        self._bucket = _IncomingBucket(header, self._channel.buffer(header.nbytes))
         self._add_chunk(b"")
 
     def _add_chunk(self, chunk: bytes | memoryview) -> None:
@@ -411,15 +411,15 @@ def _has_bytes(command: Any) -> bool:
 
 
 class _IncomingBucket:
-    """A bucket whose bytes are arriving, in ``room`` if there is one.
+    """A bucket whose bytes are arriving, in ``buffer`` if there is one.
 
     Other memory takes no pages but for what has arrived, whatever was announced.
     """
 
-    def __init__(self, header: BucketHeader, room: torch.Tensor | None) -> None:
+    def __init__(self, header: BucketHeader, buffer: torch.Tensor | None) -> None:
         nbytes = header.nbytes
         self.header = header
-        self.payload = torch.empty(nbytes, dtype=torch.uint8) if room is None else room
+        self.payload = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer
         self._left = tensor_bytes(self.payload)
 
     @property

@@ -34,7 +34,7 @@ class WeightChannel(Protocol):
         """Take the lease; waits up to ``request.timeout`` for another update to end."""
         ...
 
-    def room(self, nbytes: int) -> Tensor | None:
+    def buffer(self, nbytes: int) -> Tensor | None:
         """Memory, uint8 [nbytes], from which a payload goes without a copy; None: any will do."""
         ...
 
