@@ -7,7 +7,7 @@ import importlib
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from inspect import signature
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
@@ -36,26 +36,16 @@ GRPC_SERVER = "rollout.server.grpc.server:serve"
 
 
 def _in_thread(
-    method: Callable[Concatenate[WeightVerbs, P], R],
+    method: Callable[Concatenate[WeightVerbs, P], R], *, at_once: bool = False
 ) -> Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]]:
-    """A weight verb, awaitable: runs in a thread, and to its end even when cancelled."""
+    """A weight verb, awaitable: runs in a thread, and to its end even when cancelled. For one that
+    is ``at_once``, and never waits for an update, the loop's own threads will do.
+    """
 
     async def verb(self: AsyncRollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
         await self.start()
-        return await self.threads.run(lambda: method(self.weights, *args, **kwargs))
-
-    update_wrapper(verb, method)
-    return verb
-
-
-def _at_once(
-    method: Callable[Concatenate[WeightVerbs, P], R],
-) -> Callable[Concatenate[AsyncRollout, P], Coroutine[Any, Any, R]]:
-    """The same for a verb that never waits for an update: the loop's own threads will do."""
-
-    async def verb(self: AsyncRollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        await self.start()
-        return await asyncio.to_thread(method, self.weights, *args, **kwargs)
+        call = partial(method, self.weights, *args, **kwargs)
+        return await (asyncio.to_thread(call) if at_once else self.threads.run(call))
 
     update_wrapper(verb, method)
     return verb
@@ -228,9 +218,9 @@ class AsyncRollout(GenerationVerbs):
     # ---- weights ----
 
     update_weights = _in_thread(WeightVerbs.update_weights)
-    weight_info = _at_once(WeightVerbs.weight_info)
+    weight_info = _in_thread(WeightVerbs.weight_info, at_once=True)
     rollback = _in_thread(WeightVerbs.rollback)
-    receipts = _at_once(WeightVerbs.receipts)
+    receipts = _in_thread(WeightVerbs.receipts, at_once=True)
     check_weights = _in_thread(WeightVerbs.check_weights)
     preflight = _in_thread(WeightVerbs.preflight)
     load_lora_adapter = _in_thread(WeightVerbs.load_lora_adapter)

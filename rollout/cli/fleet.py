@@ -33,8 +33,9 @@ from rollout.cli.flags import (
 from rollout.cli.following import check_followed, following
 from rollout.cli.service import Up, add_listening, check_slots, listening_of, run_service
 from rollout.config import DEFAULT_TIMEOUT, timeout_problem
+from rollout.distributed import is_loopback
 from rollout.errors import ConfigError
-from rollout.rpc.address import is_loopback, split_address
+from rollout.rpc.address import split_address
 
 if TYPE_CHECKING:
     from rollout.config import EngineConfig

@@ -6,6 +6,7 @@ touches ``torch.distributed``'s default group of the job it is formed in.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ __all__ = [
     "choose_device",
     "gloo_group",
     "host_port",
+    "is_loopback",
     "join_group",
     "local_address",
 ]
@@ -220,6 +222,16 @@ def _form(made: Future[Any], make: Callable[[], Any]) -> None:
 def host_port(host: str, port: int) -> str:
     """As addresses are written: with brackets where ``host`` is one of IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether other hosts cannot reach what listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:

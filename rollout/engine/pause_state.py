@@ -23,10 +23,6 @@ class PauseState:
         self._waits: dict[object, str] = {}
         self._noted: set[str] = set()  # owners of holds that ``note`` has told of
 
-    @property
-    def closed(self) -> bool:
-        return bool(self._freezes or self._gates or self._waits)
-
     def is_held_by(self, owner: str) -> bool:
         """From any thread."""
         waits = list(self._waits.values())  # at once: others may change it meanwhile
@@ -47,10 +43,6 @@ class PauseState:
         self._freezes.add(owner)
         self._apply()
 
-    def shut(self, owner: str) -> None:
-        self._gates.add(owner)
-        self._apply()
-
     def wait_behind(self, owner: str, waiter: object) -> None:
         """Shut for as long as ``waiter`` waits."""
         self._waits[waiter] = owner
@@ -66,7 +58,7 @@ class PauseState:
     def open(self, owner: str) -> None:
         self._freezes.discard(owner)
         self._gates.discard(owner)
-        self._waits = {waiter: of for waiter, of in self._waits.items() if of != owner}
+        self._waits = {waiter: by for waiter, by in self._waits.items() if by != owner}
         self._apply()
 
     def _apply(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 
 from rollout.errors import ConfigError
@@ -23,12 +22,3 @@ def split_address(address: str) -> tuple[str, int]:
             f"address {address!r:.300} is not host:port, e.g. 127.0.0.1:50051{scheme}"
         )
     return found[1].strip("[]").lower(), int(found[2])
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

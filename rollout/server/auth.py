@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from rollout.distributed import is_loopback
 from rollout.errors import ConfigError
-from rollout.rpc.address import is_loopback
 
 
 class Access(IntEnum):

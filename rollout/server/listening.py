@@ -6,9 +6,8 @@ import errno
 import logging
 import socket
 
-from rollout.distributed import host_port
+from rollout.distributed import host_port, is_loopback
 from rollout.errors import ConfigError
-from rollout.rpc.address import is_loopback
 
 log = logging.getLogger(__name__)
 

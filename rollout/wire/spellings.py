@@ -107,10 +107,7 @@ def explains_names(
                 if args:
                     text = f"{what}s are given by name: {cls.__name__}({known[0]}=...)"
                     raise error(text) from None
-                for name in values:
-                    if name not in known:
-                        text = f"unknown {what} {name!r}; {spellings.hint(name, known)}"
-                        raise error(text) from None
+                _refuse_unknown(values, known, f"unknown {what}", spellings, error)
                 raise
 
         cls.__init__ = init  # type: ignore[assignment, method-assign]
@@ -140,6 +137,14 @@ def explains_arguments(
     return decorate
 
 
+def _refuse_unknown(
+    given: Iterable[str], known: list[str], what: str, spellings: Spellings, error: type[Exception]
+) -> None:
+    for name in given:
+        if name not in known:
+            raise error(f"{what} {name!r}; {spellings.hint(name, known)}") from None
+
+
 def _no_attribute(self: Any, name: str) -> NoReturn:
     here = METHODS.get(name)
     hint = "" if here is None else f"; here it is {here}"
@@ -154,10 +159,7 @@ def _explained(method: Any, spellings: Spellings, error: type[Exception]) -> Any
         try:
             return method(self, *args, **given)
         except TypeError:
-            for name in given:
-                if name not in known:
-                    text = f"{method.__name__} takes no {name!r}; {spellings.hint(name, known)}"
-                    raise error(text) from None
+            _refuse_unknown(given, known, f"{method.__name__} takes no", spellings, error)
             raise
 
     @wraps(method)

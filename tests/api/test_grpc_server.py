@@ -17,9 +17,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from rollout import Rollout, SamplingParams
+from rollout.distributed import is_loopback
 from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc import rollout_pb2 as pb
-from rollout.rpc.address import is_loopback
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.rollout_pb2 import GenerateRequest
 from rollout.rpc.services import ControlStub, GenerationStub, WeightSyncStub

@@ -590,7 +590,7 @@ def test_whoever_gives_up_waiting_opens_no_gate_of_others(start: Start) -> None:
     patient = core.control.pause("wait", 60)
     with pytest.raises(DeadlineExceeded):
         core.control.pause("wait", 0.05).result()
-    assert core.loop.pause_state.closed
+    assert core.state == "paused"
     core.at_step_boundary(lambda: core.loop.pause_state._freezes.clear()).result(30)
     core.at_step_boundary(lambda: core.loop.pause_state._apply()).result(30)
     sink.results()

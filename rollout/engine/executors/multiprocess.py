@@ -47,7 +47,7 @@ class MultiprocessExecutor:
         self._links: list[RankLink] = []
         self._payloads = PayloadMemory()
         self._rendezvous: RendezvousServer | None = None
-        self._order = threading.Lock()
+        self._order_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._next_id = self._turn = 0
         self._ring: StepRing | None = None
@@ -102,7 +102,7 @@ class MultiprocessExecutor:
         fits = ring is not None and ring.takes(tensors)
         placed = self._payloads.place(tensors) if tensors and not fits else None
         try:
-            with self._order:
+            with self._order_lock:
                 self._next_id += 1
                 turn = 0 if method.startswith("stage_") else self._turn + 1
                 header = {"id": self._next_id, "method": method, "args": dict(args), "turn": turn}
@@ -223,7 +223,7 @@ class MultiprocessExecutor:
         """What else a rank's first frame says."""
         return {}
 
-    def _rank_ended(self, rank: int, how: str) -> None:
+    def _rank_ended(self, how: str) -> None:
         """A rank's process or socket is gone; called from that rank's reader thread."""
         with self._state_lock:
             first = not self._closed and self._dead is None

@@ -39,7 +39,7 @@ class RankLink:
     """A rank behind a socket. ``send`` never blocks; a thread reads replies into futures, and calls
     ``on_reply`` after each.
 
-    ``on_end(rank, why)`` is called once, from the reader thread, when the rank's process has ended
+    ``on_end(why)`` is called once, from the reader thread, when the rank's process has ended
     or its socket broke. Whoever owns the link then fails what ``take_pending`` gives. ``process``
     is the rank's own, which ends with the link; None: it runs inside another program's.
     """
@@ -48,7 +48,7 @@ class RankLink:
         self,
         rank: int,
         sock: socket.socket,
-        on_end: Callable[[int, str], None],
+        on_end: Callable[[str], None],
         on_reply: Callable[[], None],
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class RankLink:
         cls,
         rank: int,
         settings: Mapping[str, str],
-        on_end: Callable[[int, str], None],
+        on_end: Callable[[str], None],
         on_reply: Callable[[], None],
         inherited: Mapping[str, int | None],
     ) -> RankLink:
@@ -163,7 +163,7 @@ class RankLink:
                 self._on_reply()
         except (RolloutError, OSError) as error:
             why = str(error)
-        self._on_end(self.rank, self._describe_end(why))
+        self._on_end(self._describe_end(why))
 
     def _describe_end(self, why: str) -> str:
         cause = f" after {self._last_error}" if self._last_error else ""

@@ -101,17 +101,14 @@ class BlockManager:
     def version(self) -> int:
         return self.root.version
 
-    @property
-    def chain(self) -> int:
-        """Another number whenever nothing found before may be found again."""
-        return self._chains
-
     def version_of(self, seq: Sequence) -> int:
         """Of the weights that compute its KV."""
         return self.version if seq.pin is None else seq.pin
 
     def chain_of(self, version: int) -> int:
-        """``chain``, of steps by the weights of ``version``: the live one, or the pinned one."""
+        """Of steps by the weights of ``version``, the live one or the pinned one: another number
+        whenever nothing found before may be found again.
+        """
         return self._chains if version == self.version else -self._chains
 
     def set_version(self, version: int, *, pin: bool = False) -> None:

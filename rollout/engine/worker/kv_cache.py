@@ -139,7 +139,7 @@ class KVCache:
                 self.experts = torch.zeros(
                     rows, *shape.experts, dtype=shape.expert_dtype, device=self.device
                 )
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except RuntimeError as error:
             self.free()
             need = num_blocks * shape.block_bytes
             raise ConfigError(

@@ -60,7 +60,7 @@ class StateCache:
                 )
                 state = torch.empty((num_slots, *shape.state), device=self.device)
                 self.layers[layer] = LayerKV(inputs, state)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except RuntimeError as error:
             self.free()
             need = num_slots * shape.slot_bytes
             raise ConfigError(

@@ -21,7 +21,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rollout.fleet.calls.beginning import Beginning
 from rollout.weight_sync.protocol.membership import Standing
@@ -48,22 +47,10 @@ class Router:
         # By digest: the member that had it last, and when, by ``time.monotonic``.
         self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
         self._lock = threading.Lock()
-        self.hits = self.misses = 0  # chunks of prompts that went where they were known, or not
-
-    def choose(
-        self,
-        prompt: Any,
-        loads: Mapping[str, float],
-        extra: float = 1.0,
-        new_tokens: int | None = None,
-        session: str | None = None,
-    ) -> str:
-        """``place`` of a prompt: token ids, a text, or a conversation, and its session's name."""
-        return self.place(Beginning.of(prompt, session), loads, extra, new_tokens)
 
     def place(
         self,
-        of: Beginning,
+        beginning: Beginning,
         loads: Mapping[str, float],
         extra: float = 1.0,
         new_tokens: int | None = None,
@@ -74,23 +61,21 @@ class Router:
         """
         bound = SPREAD * (sum(loads.values()) + extra) / len(loads)
         new = max(NEW_TOKENS if new_tokens is None else new_tokens, FEWEST)
-        key = of.chain[0] if of.session is None else of.session
+        key = beginning.chain[0] if beginning.session is None else beginning.session
         with self._lock:
-            known, depth = self._longest(of.chain, loads)
-            together = self._member(of.group, loads)
-            found = known if of.session is None else self._member(of.session, loads)
+            known, depth = self._longest(beginning.chain, loads)
+            together = self._member(beginning.group, loads)
+            found = known if beginning.session is None else self._member(beginning.session, loads)
             found = together or found or max(loads, key=lambda name: _weight(key, name))
             depth = depth if found == known else 0
             if loads[found] + extra > max(bound, extra) and together is None:
                 other = min(loads, key=lambda name: (loads[name], name != found, name))
-                if of.session is not None:
+                if beginning.session is not None:
                     free = [name for name in loads if loads[name] + extra <= bound]
                     other = max(free or [other], key=lambda name: _weight(key, name))
-                if (loads[found] - loads[other]) / 2 * new > depth * of.tokens:
+                if (loads[found] - loads[other]) / 2 * new > depth * beginning.tokens:
                     found, depth = other, 0
-            self.hits += depth
-            self.misses += len(of.chain) - depth
-            self._note(found, ((key, time.monotonic()) for key in of.keys))
+            self._note(found, ((key, time.monotonic()) for key in beginning.keys))
         return found
 
     def learn(self, member: str, had: Iterable[tuple[bytes, float]]) -> None:

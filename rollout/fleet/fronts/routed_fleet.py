@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollout.distributed import is_loopback
 from rollout.errors import ConfigError, DeadlineExceeded, EngineClosed, RolloutError
 from rollout.fleet.coordination.actions import MAX_LEASE
 from rollout.fleet.coordination.held import Held
 from rollout.fleet.coordination.member import Status
 from rollout.fleet.directory import Directory
 from rollout.fleet.link import LOOK_AGAIN, Link
-from rollout.rpc.address import is_loopback, split_address
+from rollout.rpc.address import split_address
 from rollout.rpc.client import RolloutClient
 from rollout.rpc.tls import ClientTls, ServerTls
 from rollout.weight_sync.protocol.membership import AskRoutes, Route, Routes, Standing

@@ -10,10 +10,9 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rollout.distributed import host_port
+from rollout.distributed import host_port, is_loopback
 from rollout.errors import ConfigError
 from rollout.rpc import rollout_pb2 as pb
-from rollout.rpc.address import is_loopback
 from rollout.rpc.chunks import command_from_wire
 from rollout.rpc.forks import FORKS
 from rollout.rpc.services import SERVICES, add_service

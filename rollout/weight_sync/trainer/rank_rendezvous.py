@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import Any
 
 import torch.distributed as dist
 
 from rollout import errors
-from rollout.distributed import LOOPBACK, host_port, local_address
+from rollout.distributed import LOOPBACK, host_port, is_loopback, local_address
 from rollout.errors import DeadlineExceeded, TransferFailed, some
 
 _REACH = (
@@ -93,7 +92,7 @@ def _reached_from(there: str, here: str) -> str:
     """The address of this machine for a peer at ``there``. The name of the store's host may mean
     loopback ``here`` (Debian's 127.0.1.1) and its real address on other hosts.
     """
-    away = ip_address(here).is_loopback and not ip_address(there).is_loopback
+    away = is_loopback(here) and not is_loopback(there)
     return local_address(there) if away else here
 
 
@@ -205,7 +204,7 @@ def met_at(links: Iterable[socket.socket]) -> str:
     have.
     """
     found = [str(link.getsockname()[0]) for link in links if link.family != socket.AF_UNIX]
-    away = (address for address in found if not ip_address(address).is_loopback)
+    away = (address for address in found if not is_loopback(address))
     return next(away, found[0] if found else LOOPBACK)
 
 
@@ -218,8 +217,4 @@ def _job_address() -> str:
     store = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    host = getattr(store, "host", LOOPBACK)
-    info = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(info[4])
-        return str(probe.getsockname()[0])
+    return local_address(getattr(store, "host", LOOPBACK))

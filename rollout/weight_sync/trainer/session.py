@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from ipaddress import ip_address
 from typing import Any
 
 from torch import Tensor
 
+from rollout.distributed import is_loopback
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -26,7 +26,7 @@ from rollout.errors import (
 )
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import WeightLink, receipt_of
-from rollout.weight_sync.protocol.messages import Seal, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import Begun, Seal, UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.encoder import Encoding
@@ -185,7 +185,7 @@ def meeting_host(local_address: str, boxes: ShardLayout | None) -> str:
     ``local_address``: the one seen by the engine. An engine in this process, or one reached by
     loopback, says nothing about other hosts.
     """
-    if boxes is None or boxes.num_hosts == 1 or not ip_address(local_address).is_loopback:
+    if boxes is None or boxes.num_hosts == 1 or not is_loopback(local_address):
         return local_address
     return boxes.first_at
 
@@ -285,18 +285,10 @@ class Opener:
             request = self._request(transport, sender, encoding, metadata, source)
             begun = channel.begin(request)
             sender.accepted(begun)
-            if boxes is not None:
-                meet: dict[str, Any] = {"offer": dict(sender.offer)}
-                if shared:
-                    meet["longest"] = sender.buffers[0].numel()
-                else:
-                    meet |= self.plans.wants_for(begun, boxes)
-                plan = UpdatePlan(
-                    pieces="boxes", encoding=encoding, bucket_bytes=options.bucket_bytes,
-                    own_digests=True, meet=meet,
-                )  # fmt: skip
-            else:
+            if boxes is None:
                 plan = self._plan(encoding, request, channel, streams)
+            else:
+                plan = self._plan_boxes(encoding, sender, begun, boxes, shared)
             buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
             if boxes is None:  # else every trainer rank connects, after it has been told where
@@ -412,6 +404,20 @@ class Opener:
         if layout is None or layout.problem is not None or encoding.keeps == "first":
             return 1
         return len(layout.have) if transport.streams and self.link.joins else 1
+
+    def _plan_boxes(
+        self, encoding: Encoding, sender: Sender, begun: Begun, boxes: ShardLayout, shared: bool
+    ) -> UpdatePlan:
+        """``shared``: all ranks write to the memory that the engine maps."""
+        meet: dict[str, Any] = {"offer": dict(sender.offer)}
+        if shared:
+            meet["longest"] = sender.buffers[0].numel()
+        else:
+            meet |= self.plans.wants_for(begun, boxes)
+        return UpdatePlan(
+            pieces="boxes", encoding=encoding, bucket_bytes=self.options.bucket_bytes,
+            own_digests=True, meet=meet,
+        )  # fmt: skip
 
     def _plan(
         self, encoding: Encoding, request: UpdateRequest, channel: WeightChannel, streams: int
