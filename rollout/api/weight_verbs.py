@@ -131,23 +131,7 @@ class WeightVerbs:
             max_stall=max_stall,
             max_extra_memory=max_extra_memory,
         )
-        if not isinstance(adapters, Mapping | None):
-            raise ConfigError(
-                f"adapters must map names to PEFT models or directories, got {adapters!r:.80}"
-            )
-        if not isinstance(adapters_only, bool):
-            raise ConfigError(
-                f"adapters_only is True or False, got {adapters_only!r:.80}; to name an adapter: "
-                "adapters={name: peft_model}"
-            )
-        if adapters_only:
-            if adapters or server_path is not None:
-                raise ConfigError("adapters_only=True takes a PEFT model as its source, alone")
-            source, adapters = None, own_adapters(source)
-        if (source is None and not adapters) == (server_path is None):
-            raise ConfigError(
-                "update_weights takes a source, adapters= or both; or server_path= alone"
-            )
+        source, adapters = _to_send(source, adapters, adapters_only, server_path)
         if update_id is not None and server_path is None:
             raise ConfigError("update_id goes with server_path=: other updates get their own")
         if server_path is not None:
@@ -260,3 +244,25 @@ class WeightVerbs:
             ) from error
         plain, named = json.loads(sent)  # alike for a rank in this process and for others
         return self._backend.collective_rpc(method, plain, named, check_timeout(timeout))
+
+
+def _to_send(
+    source: Any, adapters: Mapping[str, Any] | None, adapters_only: bool, server_path: Any
+) -> tuple[Any, Mapping[str, Any] | None]:
+    """The source and the adapters that these arguments of ``update_weights`` mean."""
+    if not isinstance(adapters, Mapping | None):
+        raise ConfigError(
+            f"adapters must map names to PEFT models or directories, got {adapters!r:.80}"
+        )
+    if not isinstance(adapters_only, bool):
+        raise ConfigError(
+            f"adapters_only is True or False, got {adapters_only!r:.80}; to name an adapter: "
+            "adapters={name: peft_model}"
+        )
+    if adapters_only:
+        if adapters or server_path is not None:
+            raise ConfigError("adapters_only=True takes a PEFT model as its source, alone")
+        source, adapters = None, own_adapters(source)
+    if (source is None and not adapters) == (server_path is None):
+        raise ConfigError("update_weights takes a source, adapters= or both; or server_path= alone")
+    return source, adapters

@@ -78,22 +78,23 @@ def build_model(
         kind = CausalLM if config.vision is None else VisionCausalLM
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"{kind!r} is not a model class: register a torch.nn.Module")
-    foreign = not issubclass(kind, CausalLM)
-    if foreign and build.quantization is not None:
-        raise ConfigError(
-            f"quantization={quantization!r} does not reach {kind.__name__}, a model class from "
-            "elsewhere: leave it out"
-        )
+    if not issubclass(kind, CausalLM):
+        _check_foreign(kind, build, quantization)
+        return ForeignCausalLM(build, max_len, kind, tensors())
     if deterministic:
-        check_deterministic(build, kind if foreign else None)
-    if foreign and head_dtype not in (None, dtype):
-        raise ConfigError(
-            f"head_dtype={head_dtype} does not reach {kind.__name__}, a model class from "
-            "elsewhere: leave it at auto"
-        )
-    model = ForeignCausalLM(build, max_len, kind, tensors()) if foreign else kind(build, max_len)
-    assert isinstance(model, Model)
-    return model
+        check_deterministic(build)
+    return kind(build, max_len)
+
+
+def _check_foreign(kind: type[nn.Module], build: Build, quantization: str) -> None:
+    """Raise ``ConfigError`` for what a model class from elsewhere cannot be told."""
+    beyond = f"does not reach {kind.__name__}, a model class from elsewhere: leave it"
+    if build.quantization is not None:
+        raise ConfigError(f"quantization={quantization!r} {beyond} out")
+    if build.head_dtype not in (None, build.dtype):
+        raise ConfigError(f"head_dtype={build.head_dtype} {beyond} at auto")
+    if build.deterministic:
+        check_deterministic(build, kind)
 
 
 def slots_beside(

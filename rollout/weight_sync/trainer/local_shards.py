@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from rollout.errors import SourceFailed
-from rollout.weight_sync.trainer.lockstep import Watchdog
 from rollout.weight_sync.trainer.reshard_plan import held
 from rollout.weight_sync.trainer.shard_layout import ShardLayout, shard_bytes
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.trainer.watchdog import Watchdog
 from rollout.weights import Box, TensorMeta
 from rollout.weights.box import cut
 

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import zip_longest
-from math import inf, prod
-from typing import Any, Self
+from math import prod
+from typing import Any
 
-from rollout.errors import ConfigError, DeadlineExceeded, RolloutError, SourceFailed
+from rollout.errors import ConfigError, RolloutError, SourceFailed
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.detect import Detected
 from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.trainer.watchdog import Watchdog
 from rollout.weights import TensorMeta
-
-
-def watchdog(
-    group: RankGroup, timeout: float, give_up: Callable[[str], None] = lambda reason: None
-) -> Watchdog:
-    """One for this rank: at its deadline it tells the other ranks, and calls ``give_up``."""
-
-    def failed(error: RolloutError) -> None:
-        give_up(str(error))
-        group.give_up(error)
-
-    who = f"trainer rank {group.ranks[group.rank]}"
-    return Watchdog(who, timeout, failed, group.heard)
 
 
 def agreed_source(
@@ -198,109 +184,3 @@ def source_failed(error: Exception, last: str) -> SourceFailed:
     failed = SourceFailed(f"the source raised{after}: {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed
-
-
-def _nothing() -> RolloutError | None:
-    return None
-
-
-class Watchdog:
-    """Stands beside the calling thread while that is in code of the trainer's own.
-
-    When a wait passes ``timeout`` seconds, or ``look`` finds that the update has failed elsewhere,
-    it calls ``on_failed(error)`` once, from its own thread: to free the engine and the other ranks
-    meanwhile. The wait itself ends when it ends (a collective at the latest by its own group's
-    timeout), and raises that error then.
-
-    ``who``: this rank, for the message. ``look`` is asked every tenth of a second at least, and
-    never runs beside anything that follows the wait, so that it may use the same links.
-    """
-
-    def __init__(
-        self,
-        who: str,
-        timeout: float,
-        on_failed: Callable[[RolloutError], None],
-        look: Callable[[], RolloutError | None] = _nothing,
-    ) -> None:
-        self._who, self._timeout = who, timeout
-        self._on_failed, self._look = on_failed, look
-        self._armed: tuple[float, str] | None = None
-        self._acting = threading.Lock()
-        self._done = threading.Event()
-        self._error: RolloutError | None = None
-        self._thread = threading.Thread(target=self._watch, name="update-watchdog", daemon=True)
-
-    @contextmanager
-    def over(self, phase: str, after: str = "") -> Iterator[None]:
-        """Watch what runs inside; ``after``: the last tensor that came, for the message.
-
-        Raises ``DeadlineExceeded``, or what ``look`` found, in place of whatever came of a wait
-        that was given up.
-        """
-        if self._error is not None:
-            raise self._error
-        began = time.monotonic()
-        last = f" after tensor {after!r}" if after else ""
-        reason = f"{self._who} did not yield within {self._timeout:g} s{last} (phase: {phase})"
-        self._armed = (began + self._timeout, reason)
-        try:
-            yield
-        except Exception as error:
-            late = self._armed is not None and time.monotonic() > self._armed[0]
-            self._disarm()
-            if self._error is None and late:
-                self._fail(DeadlineExceeded(reason))  # a collective with a timeout of its own
-            if self._error is not None:
-                raise self._error from error
-            raise
-        except BaseException:
-            self._disarm()
-            raise
-        self._disarm()
-        if self._error is not None:
-            raise self._error
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Inside ``over``: a wait that is not for the trainer, with a deadline and an error of its
-        own. Its time does not count here.
-        """
-        with self._acting:
-            armed, began = self._armed, time.monotonic()
-            if armed is not None:
-                self._armed = (inf, armed[1])
-        try:
-            yield
-        finally:
-            with self._acting:
-                if armed is not None:
-                    self._armed = (armed[0] + time.monotonic() - began, armed[1])
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _disarm(self) -> None:
-        with self._acting:
-            self._armed = None
-
-    def _watch(self) -> None:
-        while not self._done.wait(min(0.1, self._timeout / 10)):
-            with self._acting:
-                if self._armed is None:
-                    continue
-                error = self._look()
-                if error is None and time.monotonic() > self._armed[0]:
-                    error = DeadlineExceeded(self._armed[1])
-                if error is not None:
-                    self._fail(error)
-                    return
-
-    def _fail(self, error: RolloutError) -> None:
-        self._error = error
-        self._on_failed(error)

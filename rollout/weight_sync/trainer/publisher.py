@@ -20,7 +20,7 @@ from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.encoder import Encoder, Encoding, choose_encoding
-from rollout.weight_sync.trainer.lockstep import agreed_source, watchdog
+from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sending import Sending
@@ -29,6 +29,7 @@ from rollout.weight_sync.trainer.shard_layout import PlanCache, exchange_layout
 from rollout.weight_sync.trainer.sources.detect import Detected
 from rollout.weight_sync.trainer.sources.update import detect_update
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.trainer.watchdog import Watchdog
 from rollout.wire.codec import from_plain, to_plain
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def publish(
         encoder = Encoder(options, info, base, copies, plan.encoding, is_first=group.is_sender)
         sending = Sending(group, source, layout, plan, session, encoder, stats, options)
         sink = sending.open_sink(connect, stack)
-        with watchdog(group, options.patience or timeout, sink.give_up) as watch:
+        with Watchdog(group, options.patience or timeout, sink.give_up) as watch:
             sending.run(sink, plans, info, watch)
         receipt = sending.commit()
         if source.models:

@@ -44,7 +44,7 @@ class RankGroup:
         self.rank = rank  # index among the members
         self.ranks = tuple(ranks)  # of the members, in the trainer's job
         self._star = Star(self.ranks, links or {})
-        self._talking = threading.Lock()  # the caller's own thread is in a call of this object
+        self._lock = threading.Lock()  # the caller's own thread is in a call of this object
         self._given_up: errors.RolloutError | None = None
 
     @property
@@ -94,7 +94,7 @@ class RankGroup:
         if self.size == 1:
             return [dict(status)]
         try:
-            with self._talking:
+            with self._lock:
                 found = self._exchange(dict(status), timeout, phase, decided)
         except BaseException:
             self.close()
@@ -180,7 +180,7 @@ class RankGroup:
         The others take nothing: a vote before it says that all members have come this far.
         ``data``: uint8, in host memory.
         """
-        with self._talking:
+        with self._lock:
             if self._given_up is not None:
                 raise self._given_up
             self._collected(rows, data, timeout, phase, take)
@@ -279,24 +279,24 @@ class RankGroup:
         if self._given_up is not None:
             return
         self._given_up = error
-        if not self._talking.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return
         try:
             self._star.tell_all({"phase": "given up", "error": errors.to_wire(error)})
         finally:
-            self._talking.release()
+            self._lock.release()
 
     def heard(self) -> errors.RolloutError | None:
         """On the sender: how a peer has failed meanwhile, if one has; never blocks for long.
 
         For a thread beside the one that makes all other calls, as ``give_up`` is.
         """
-        if not self._talking.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return None  # it will hear for itself
         try:
             return self._star.heard() if self.is_sender else None
         finally:
-            self._talking.release()
+            self._lock.release()
 
     def close(self) -> None:
         """Close every link, which frees peers that wait for this rank. Idempotent."""
@@ -308,30 +308,10 @@ class RankGroup:
         """The centre: take one status of every peer, answer all of them alike."""
         replies: dict[int, dict[str, Any] | None] = {0: mine}
         error: errors.RolloutError | None = None
-        with selectors.DefaultSelector() as ready:
-            for index, link in self._star.links.items():
-                ready.register(link, selectors.EVENT_READ, index)
-            while error is None and len(replies) < self.size:
-                known = any(reply and reply.get("error") for reply in replies.values())
-                if known:  # the verdict is clear: a peer may be stuck in the gather that failed
-                    deadline = min(deadline, time.monotonic() + GRACE)
-                come = list(self._star.early)
-                if not come:
-                    events = ready.select(max(0.0, deadline - time.monotonic()))
-                    come = [key.data for key, _ in events]
-                if not come and (known or decided):
-                    break
-                if not come:
-                    error = self._star.late(set(range(self.size)) - set(replies), phase)
-                for index in come:
-                    try:
-                        replies[index] = self._status(index, deadline, phase, known)
-                    except errors.RolloutError as failure:
-                        if not decided:
-                            error = failure
-                            break
-                        replies[index] = None
-                    ready.unregister(self._star.links[index])
+        try:
+            self._take_statuses(replies, deadline, phase, decided)
+        except errors.RolloutError as failure:
+            error = failure
         answer: dict[str, Any] = {"phase": phase, "all": [replies.get(i) for i in range(self.size)]}
         if error is not None:
             answer = {"phase": phase, "error": errors.to_wire(error)}
@@ -343,6 +323,40 @@ class RankGroup:
         if error is not None:
             raise error
         return answer["all"]  # type: ignore[no-any-return]
+
+    def _take_statuses(
+        self,
+        replies: dict[int, dict[str, Any] | None],
+        deadline: float,
+        phase: str,
+        decided: bool,
+    ) -> None:
+        """Into ``replies``, by member. Whose status is bad or late is an error; where all is
+        ``decided`` it is None, or left out.
+        """
+        with selectors.DefaultSelector() as ready:
+            for index, link in self._star.links.items():
+                ready.register(link, selectors.EVENT_READ, index)
+            while len(replies) < self.size:
+                known = any(reply and reply.get("error") for reply in replies.values())
+                if known:  # the verdict is clear: a peer may be stuck in the gather that failed
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                come = list(self._star.early)
+                if not come:
+                    events = ready.select(max(0.0, deadline - time.monotonic()))
+                    come = [key.data for key, _ in events]
+                if not come and (known or decided):
+                    return
+                if not come:
+                    raise self._star.late(set(range(self.size)) - set(replies), phase)
+                for index in come:
+                    try:
+                        replies[index] = self._status(index, deadline, phase, known)
+                    except errors.RolloutError:
+                        if not decided:
+                            raise
+                        replies[index] = None
+                    ready.unregister(self._star.links[index])
 
     def _status(self, index: int, deadline: float, phase: str, known: bool) -> dict[str, Any]:
         """What a peer has to say at ``phase``; ``TransferFailed`` when it is somewhere else.

@@ -16,9 +16,9 @@ from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.local_shards import LocalBoxes
-from rollout.weight_sync.trainer.lockstep import Watchdog
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.trainer.watchdog import Watchdog
 from rollout.weight_sync.transports.p2p import P2PMember, outgoing, payload_bytes
 from rollout.weights import Box
 

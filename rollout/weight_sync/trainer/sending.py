@@ -22,7 +22,7 @@ from rollout.weight_sync.trainer.bucket_sender import (
 )
 from rollout.weight_sync.trainer.encoder import Encoder
 from rollout.weight_sync.trainer.local_shards import LocalBoxes, LocalShards
-from rollout.weight_sync.trainer.lockstep import Walk, Watchdog
+from rollout.weight_sync.trainer.lockstep import Walk
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard import BoxSending
@@ -33,6 +33,7 @@ from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.through_first import ThroughFirst
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.trainer.watchdog import Watchdog
 from rollout.weight_sync.transports.inline import InlineSender
 from rollout.weights import Shape
 from rollout.wire.codec import from_plain, to_plain

@@ -18,12 +18,13 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.rates import measured_rates
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.local_shards import LocalBoxes
-from rollout.weight_sync.trainer.lockstep import Walk, agreed_source, source_failed, watchdog
+from rollout.weight_sync.trainer.lockstep import Walk, agreed_source, source_failed
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.shard_layout import PlanCache, exchange_layout
 from rollout.weight_sync.trainer.sources.detect import Detected, detect
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.trainer.watchdog import Watchdog
 from rollout.weight_sync.transports import Way, same_host, ways
 from rollout.weights import TensorMeta
 from rollout.weights.components import component_of
@@ -181,7 +182,7 @@ def _digested(
     stats = TransferStats()
     several = group.size > 1
     layout = exchange_layout(source, group, timeout, PlanCache(), Committed()) if several else None
-    with watchdog(group, timeout) as watch:
+    with Watchdog(group, timeout) as watch:
         if layout is not None and layout.problem is None:
             failure: Exception | None = None
             try:

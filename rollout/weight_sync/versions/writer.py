@@ -24,13 +24,14 @@ from rollout.weight_sync.protocol.bucket import ALIGNMENT
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.messages import BucketHeader
-from rollout.weight_sync.trainer.lockstep import Walk, watchdog
+from rollout.weight_sync.trainer.lockstep import Walk
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.trainer.watchdog import Watchdog
 from rollout.weight_sync.versions.reader import (
     FORMAT,
     LENGTH,
@@ -256,7 +257,7 @@ def _stream(
         if failure is not None:
             raise failure
 
-    with watchdog(group, timeout) as watch:
+    with Watchdog(group, timeout) as watch:
         Walk(source.pieces(), group, watch, timeout=timeout, step_bytes=step, take=take).run()
 
 
