@@ -32,18 +32,18 @@ def connect(args: argparse.Namespace, address: str, timeout: float = DEFAULT_TIM
     return rollout.Rollout.connect(address, token, timeout=timeout, tls=client_tls(args))
 
 
-def client_tls(args: argparse.Namespace, of: str = "tls") -> ClientTls | None:
-    """The TLS files given by flags that begin with ``of``, or by ROLLOUT_TLS_CA, _CERT and _KEY;
+def client_tls(args: argparse.Namespace, prefix: str = "tls") -> ClientTls | None:
+    """The TLS files of flags that begin with ``prefix``, or of ROLLOUT_TLS_CA, _CERT and _KEY;
     None: no TLS.
     """
     given = {
-        name: getattr(args, f"{of}_{name}") or environment(f"{of.upper()}_{name.upper()}")
+        name: getattr(args, f"{prefix}_{name}") or environment(f"{prefix.upper()}_{name.upper()}")
         for name in ("ca", "cert", "key")
     }
-    server_name: str | None = getattr(args, f"{of}_server_name")
+    server_name: str | None = getattr(args, f"{prefix}_server_name")
     if given["ca"] is None:
         if given["cert"] or given["key"] or server_name:
-            flag = f"--{of.replace('_', '-')}-ca"
+            flag = f"--{prefix.replace('_', '-')}-ca"
             raise ConfigError(f"TLS needs {flag}: the authority that signed the service's own")
         return None
     return ClientTls(ca=given["ca"], cert=given["cert"], key=given["key"], server_name=server_name)

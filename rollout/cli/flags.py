@@ -281,8 +281,8 @@ def _kind(hint: Any) -> dict[str, Any]:
     if get_origin(plain[0]) is Mapping:
         return {"action": _Pairs, "metavar": "NAME=VALUE"}
     if get_args(plain[0]):  # a tuple
-        of = get_args(plain[0])[0]
-        return {"action": "append", "type": of, "metavar": "N" if of is int else "TEXT"}
+        item = get_args(plain[0])[0]
+        return {"action": "append", "type": item, "metavar": "N" if item is int else "TEXT"}
     if plain[0] is int:
         return {"type": int, "metavar": "N"}
     if plain[0] is float:

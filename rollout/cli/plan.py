@@ -223,7 +223,7 @@ def _wants(
         for name, slots in part.table.slots.items():
             takes.setdefault(name, []).append(disjoint(slot.take for slot in slots))
     shared: dict[Wanted, Wanted] = {}
-    wanted = {name: shared.setdefault(tuple(of), tuple(of)) for name, of in takes.items()}
+    wanted = {name: shared.setdefault(tuple(boxes), tuple(boxes)) for name, boxes in takes.items()}
     everything = dict(_all_layers(metadata, [shown[kind] for kind in kinds]))
     return (
         tuple(replace(meta, name=name) for name, meta in everything.items()),
@@ -328,9 +328,9 @@ def _links(
     if sizes[0] > 1:  # replicas share the sending: box by box, to whoever has sent least
         sent: Counter[int] = Counter()
         for meta in sorted(metadata, key=lambda one: one.name):
-            of, size = holders[meta.name], meta.dtype.itemsize
-            ranks = list(of.values())
-            for index, dst, common in planner.common(tuple(of), wanted[meta.name]):
+            held, size = holders[meta.name], meta.dtype.itemsize
+            ranks = list(held.values())
+            for index, dst, common in planner.common(tuple(held), wanted[meta.name]):
                 for box in cut(common, max(1, bucket_bytes // size)):
                     src = min(ranks[index], key=sent.__getitem__)
                     sent[src] += box.numel * size
@@ -343,9 +343,9 @@ def _links(
         groups[key] += 1
         first.setdefault(key, meta)
     for key, count in groups.items():
-        of = holders[first[key].name]
-        ranks = list(of.values())
-        for index, dst, box in planner.common(tuple(of), wanted[first[key].name]):
+        held = holders[first[key].name]
+        ranks = list(held.values())
+        for index, dst, box in planner.common(tuple(held), wanted[first[key].name]):
             links[ranks[index][0], dst] += box.numel * key[2] * count
     return links
 

@@ -114,7 +114,7 @@ class EngineCore:
         self._loop: StepLoop | None = None
         self._control: Control | None = None
         self.died: Future[WorkerDied] = Future()  # resolved when a rank's process has ended
-        self._closing = threading.Lock()
+        self._close_lock = threading.Lock()
         self._closed = False
 
     # ---- life ----
@@ -137,7 +137,7 @@ class EngineCore:
         served_length(config, self.model_config.max_position_embeddings)
         self.tokenizer = found.load_tokenizer(config)
         self._directory = str(found.directory)
-        with self._closing:  # from here on ``close`` ends the executor
+        with self._close_lock:  # from here on ``close`` ends the executor
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
             executor = self._executor = self._executor or make_executor(_for_ranks(config))
@@ -155,7 +155,7 @@ class EngineCore:
             self.close()
             raise
         executor.on_death = self._on_death
-        with self._closing:
+        with self._close_lock:
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
             if self.journal is not None:
@@ -271,7 +271,7 @@ class EngineCore:
 
     def close(self) -> None:
         """End everything: pending calls get ``EngineClosed``, ranks end. Idempotent."""
-        with self._closing:
+        with self._close_lock:
             if self._closed:
                 return
             self._closed = True

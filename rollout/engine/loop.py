@@ -110,7 +110,7 @@ class StepLoop:
         self._inbox: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ahead: _Begun | None = None
         self._ended = False
-        self._ending = threading.Lock()
+        self._end_lock = threading.Lock()
         self._drains: list[Future[None]] = []
         self._thread = NativeThread("rollout-engine", self._run, self._tell_to_end)
 
@@ -139,7 +139,7 @@ class StepLoop:
     def at_boundary(self, fn: Callable[[], T]) -> Future[T]:
         """Run ``fn`` between two steps; the future carries its result or its error."""
         future: Future[T] = Future()
-        with self._ending:
+        with self._end_lock:
             if not self._ended:
                 self._inbox.put((fn, future))
                 return future
@@ -214,7 +214,7 @@ class StepLoop:
             self.closed = True
             self._outputs.fail(self.dead or EngineClosed("the engine was shut down"))
             self._pins.look()
-            with self._ending:
+            with self._end_lock:
                 self._ended = True
             self._refuse_rest()
 

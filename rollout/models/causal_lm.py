@@ -138,7 +138,7 @@ class CausalLM(Model):
             self.adapters.begin_step(self, batch)
         if self.build.config.indexed_layers:
             batch = replace(batch, chosen=ChosenTokens())
-        turns = [rotary(batch.positions) for rotary in self.rotaries]
+        cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
         x: Tensor = self.model.embedding(batch.input_ids)  # [T, hidden]
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -148,10 +148,10 @@ class CausalLM(Model):
         alone = visual is None or visual.features.shape[1] == 1  # nothing comes between blocks
         alone &= batch.adapter_rows is None  # nor behind their linears
         if alone and self.native_blocks is not None and not are_watched():
-            x, residual = self.native_blocks(x, *turns[0], batch, kv)
+            x, residual = self.native_blocks(x, *cos_sins[0], batch, kv)
         else:
-            turned = [turns[i] for i in self.rotary_of]
-            x, residual = self.model(x, turned, self._of_layers(batch, kv), kv)
+            by_layer = [cos_sins[i] for i in self.rotary_of]
+            x, residual = self.model(x, by_layer, self._of_layers(batch, kv), kv)
         rows = batch.logit_rows
         x, _ = self.model.last_norm.add(x[rows], residual[rows])
         return x

@@ -18,13 +18,13 @@ from safetensors.torch import load
 from rollout.api import AsyncRollout
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import WAKE_TAGS
+from rollout.engine.updates.verb_session import TIMEOUT, VerbSession
 from rollout.engine.updates.verb_update import PACK_BYTES, Packing
-from rollout.engine.updates.vllm_session import TIMEOUT, VerbSession
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.generation.metrics import EngineStats
 from rollout.server.verbs import Size, UpdateInfo, derived_id, served_of, session_of
 from rollout.weight_sync.trainer.publisher import UpdateOptions
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 from rollout.weight_sync.versions.directories import inside, looks
 from rollout.wire.spellings import near
 

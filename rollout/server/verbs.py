@@ -14,11 +14,11 @@ from rollout.api import AsyncRollout
 from rollout.api.backend import ServedBackend
 from rollout.config import MAX_TIMEOUT
 from rollout.engine.updates.repeats import Caller
+from rollout.engine.updates.verb_session import DEADLINE, TIMEOUT, VerbSession
 from rollout.engine.updates.verb_update import PACK_BYTES, Packing
-from rollout.engine.updates.vllm_session import DEADLINE, TIMEOUT, VerbSession
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.weight_sync.protocol.messages import WeightInfo
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 from rollout.weight_sync.versions.directories import inside
 from rollout.weights import TensorMeta
 from rollout.wire.codec import to_plain

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout.errors import InvalidRequest
 from rollout.kernels import batch_invariant_attention, paged_attention, rope_and_cache
-from rollout.models.layers.attention import Attention, Turn, apart
+from rollout.models.layers.attention import Attention, CosSin, apart
 from rollout.models.layers.rotary import Rotary
 from rollout.trainer_ops.functions import Run, through
 
@@ -81,7 +81,7 @@ class Sequences:
     tables: Tensor  # [sequences, most pages] int32
     pages: int
     attentions: Sequence[Attention]  # the engine's, of each layer: how it attends
-    turns: Sequence[Turn]  # of each layer: cos and sin of the real tokens, [real tokens, dims]
+    cos_sins: Sequence[CosSin]  # of each layer: cos and sin of the real tokens, [real tokens, dims]
 
     @classmethod
     def of(cls, numbers: Tensor, positions: Tensor, layers: Layers) -> Self:
@@ -97,9 +97,9 @@ class Sequences:
         most, count = int(pages.max()), int(pages.sum())
         tables = (first[:, None] + torch.arange(most)).clamp(max=count - 1)
         places = (starts.int(), lengths.int(), tables.int())
-        turns = [rotary(inside) for rotary in layers.rotaries]
-        of = [turns[i] for i in layers.rotary_of]
-        return cls(numbers.shape, rows, slots, *places, count, layers.attentions, of)
+        cos_sins = [rotary(inside) for rotary in layers.rotaries]
+        by_layer = [cos_sins[i] for i in layers.rotary_of]
+        return cls(numbers.shape, rows, slots, *places, count, layers.attentions, by_layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         """Turn q and k, and attend in every sequence by itself, by the ops that the engine runs.
@@ -113,7 +113,7 @@ class Sequences:
 
     def _by(
         self,
-        turn: Run,
+        rotate: Run,
         attend: Run,
         layer: int,
         q: Tensor,
@@ -123,13 +123,13 @@ class Sequences:
     ) -> Tensor:
         how = self.attentions[layer]
         q, k, v = (x.transpose(1, 2).flatten(0, 1)[self.rows] for x in (q, k, v))
-        if how.turned:
-            q, k = apart(q, how.turned), apart(k, how.turned)
+        if how.rotated:
+            q, k = apart(q, how.rotated), apart(k, how.rotated)
         shape = (self.pages, k.shape[1], BLOCK, k.shape[2])
         pages = (k.new_zeros(shape), v.new_zeros(shape))
-        turned = turn(q, k, v, *self.turns[layer], *pages, self.slots)
+        rotated = rotate(q, k, v, *self.cos_sins[layer], *pages, self.slots)
         out = attend(
-            turned,
+            rotated,
             *pages,
             self.starts,
             self.lengths,

@@ -31,7 +31,7 @@ def test_asking_for_a_grammar_waits_for_no_start_and_too_many_are_refused(
 ) -> None:
     monkeypatch.setattr(compile_queue, "_MAX_QUEUED", 1)
     grammars, asked = Grammars("nowhere", 320, frozenset()), []
-    with grammars._starting:
+    with grammars._start_lock:
         spec = {"regex": "a"}
         thread = threading.Thread(target=lambda: asked.append(grammars.compile(spec)), daemon=True)
         thread.start()

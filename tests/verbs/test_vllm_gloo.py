@@ -12,8 +12,8 @@ from serving import alive
 from shared_engines import eventually
 
 from rollout.errors import TransferFailed
-from rollout.weight_sync.transports.vllm_gloo import GlooMember
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_gloo import GlooMember
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 
 
 def test_a_place_that_was_left_touches_no_file_that_came_after_it(tmp_path) -> None:
@@ -34,8 +34,8 @@ def test_a_place_that_was_left_touches_no_file_that_came_after_it(tmp_path) -> N
 
 ORPHAN = """
 import os, time
-from rollout.weight_sync.transports.vllm_gloo import GlooMember
-from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
+from rollout.weight_sync.transports.foreign_gloo import GlooMember
+from rollout.weight_sync.transports.foreign_group import START_LIMIT, ForeignGroup
 
 member = GlooMember(ForeignGroup(host="127.0.0.1", port=1, rank_offset=1, size=2), 1)
 member._start()

@@ -63,7 +63,7 @@ class RankCalls:
                 f"{self._ranks[0]}: every rank passes the same ones"
             )
 
-    def fared(
+    def all_succeed(
         self, verb: str, failure: Exception | None, said: Any = None, timeout: float | None = None
     ) -> list[Any]:
         """What all ranks have ``said``; where one has failed, that is raised on every rank."""
@@ -83,11 +83,11 @@ class RankCalls:
                 raise from_wire(each["failed"]) from failure
         return [each["said"] for each in found]
 
-    def noun(self, verb: str, act: Callable[[], T], timeout: float, kind: type[T]) -> T:
-        """What the first rank's ``act`` gave, a noun that travels."""
+    def first_returns(self, verb: str, act: Callable[[], T], timeout: float, kind: type[T]) -> T:
+        """What the first rank's ``act`` gave, of a ``kind`` that travels."""
         return self.first_does(
-            verb, act, timeout, lambda noun: {"noun": to_plain(noun)},
-            lambda said: from_plain(kind, said["noun"]),
+            verb, act, timeout, lambda value: {"value": to_plain(value)},
+            lambda said: from_plain(kind, said["value"]),
         )  # fmt: skip
 
     def outputs(

@@ -239,7 +239,7 @@ class ColocatedRollout:
                 drained.drain()  # the others are in the gathers that are left
 
         try:
-            return self._calls.noun("update_weights", act, CALL_TIMEOUT, UpdateReceipt)
+            return self._calls.first_returns("update_weights", act, CALL_TIMEOUT, UpdateReceipt)
         except RolloutError as error:
             raise error from failure or error.__cause__
 
@@ -253,12 +253,12 @@ class ColocatedRollout:
         def act() -> WeightReport:
             return self._weights.check_weights(source, timeout=timeout)
 
-        return self._calls.noun("check_weights", act, CALL_TIMEOUT, WeightReport)
+        return self._calls.first_returns("check_weights", act, CALL_TIMEOUT, WeightReport)
 
     def weight_info(self) -> WeightInfo:
         """Which version is live, and what a full update must send."""
         self._calls.agree("weight_info", None)
-        return self._calls.noun(
+        return self._calls.first_returns(
             "weight_info", self._weights.weight_info, DEFAULT_TIMEOUT, WeightInfo
         )
 
@@ -272,7 +272,7 @@ class ColocatedRollout:
         self._calls.agree("rollback", timeout)
         check_timeout(timeout)
         act = lambda: self._weights.rollback(timeout)  # noqa: E731
-        return self._calls.noun("rollback", act, 4 * timeout, UpdateReceipt)
+        return self._calls.first_returns("rollback", act, 4 * timeout, UpdateReceipt)
 
     # ---- memory ----
 
@@ -327,7 +327,7 @@ class ColocatedRollout:
             kind = _SHARED if shared else _STREAM if isinstance(source, Drained) else _WHOLE
         except Exception as error:  # noqa: BLE001 - the trainer's own, which all ranks hear of
             failure = error
-        kinds = self._calls.fared(verb, failure, kind)
+        kinds = self._calls.all_succeed(verb, failure, kind)
         for rank, other in zip(self.ranks, kinds, strict=True):
             if (other == _SHARED) != (kinds[0] == _SHARED):
                 raise InvalidRequest(
@@ -338,7 +338,7 @@ class ColocatedRollout:
 
     def _tell(self, failure: Exception | None) -> None:
         """How reading an iterator went here; raises where it went wrong on any rank."""
-        self._calls.fared("update_weights", failure, timeout=CALL_TIMEOUT)
+        self._calls.all_succeed("update_weights", failure, timeout=CALL_TIMEOUT)
 
     def _start(self, over: Callable[[Callable[[], AsyncRollout]], Any]) -> None:
         """Meet, agree on the settings, and load."""

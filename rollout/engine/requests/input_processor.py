@@ -52,7 +52,7 @@ class InputProcessor:
         self._coming = 0  # sequences taken that the scheduler has not got yet
         self._seeds = random.Random(seed)
         self._next_seq_id = 0
-        self._taking = threading.Lock()
+        self._lock = threading.Lock()
 
     def take(self, requests: Sequence[Request]) -> list[str]:
         """Check everything and occupy the request ids.
@@ -77,7 +77,7 @@ class InputProcessor:
             self._check.check(request)
             if request.params.adapter is not None:
                 self._adapters.resolve(request.params.adapter)
-        with self._taking:
+        with self._lock:
             waiting = self._coming + self._num_waiting()
             if waiting and waiting + count > self._max_queued:
                 raise EngineOverloaded(
@@ -113,7 +113,7 @@ class InputProcessor:
 
         A call that is checked meanwhile counts each of them once.
         """
-        with self._taking:
+        with self._lock:
             try:
                 yield
             finally:

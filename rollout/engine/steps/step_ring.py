@@ -57,7 +57,7 @@ class StepRing:
         self._memory: _Memory | None = _Memory(fd, size)
         self._spin, self._size = spin, size
         self._written, self._taken = 0, [0] * size
-        self._taking = threading.Lock()
+        self._lock = threading.Lock()
         self._last: dict[str, Tensor] = {}  # of the last call
         self.in_use = False
         self._memory.set(_Lines.SPIN, spin)
@@ -149,7 +149,7 @@ class StepRing:
         deadline = None if timeout is None else time.monotonic() + timeout
         while (memory := self._memory) is not None:
             rung = memory.get(0)
-            with self._taking:
+            with self._lock:
                 for rank, frame in self._replies(memory):
                     resolve(rank, frame)
             if done():

@@ -34,7 +34,7 @@ class Grammars:
         }
         self.on_answer: Callable[[], object] = lambda: None
         self._process: GrammarProcess | None = None
-        self._starting = threading.Lock()  # held while a process starts: never on an event loop
+        self._start_lock = threading.Lock()  # held while a process starts: never on an event loop
         self._closed = False
         self._compiling = CompileQueue(self._running)
         self.followed = FollowQueue(self._running, self._compiling, lambda: self.on_answer())
@@ -55,14 +55,14 @@ class Grammars:
     def close(self) -> None:
         """End the process and all threads. Idempotent."""
         self._closed = True
-        with self._starting:
+        with self._start_lock:
             if self._process is not None:
                 self._process.close()
         self._compiling.close()
         self.followed.close()
 
     def _running(self) -> GrammarProcess:
-        with self._starting:
+        with self._start_lock:
             if self._closed:
                 raise EngineClosed("the engine was shut down")
             if self._process is None or not self._process.alive:

@@ -74,7 +74,7 @@ class GrammarProcess:
         self.known: OrderedDict[str, None] = OrderedDict()  # grammars, the newest last
         self.told: dict[int, int] = {}  # sequence -> how many of its tokens it knows
         self._lost: ProcessLostError | None = None
-        self._losing = threading.Lock()
+        self._loss_lock = threading.Lock()
         self._compiling = False
         self._asking: set[socket.socket] = set()
         self._calls, theirs = socket.socketpair()
@@ -142,7 +142,7 @@ class GrammarProcess:
 
     def _lose(self, why: Lost) -> ProcessLostError:
         """Kill it, unless that is done; the first reason is the one that counts."""
-        with self._losing:
+        with self._loss_lock:
             if self._lost is None:
                 self._lost = ProcessLostError(why, self._row(), self._compiling)
                 self._process.kill()
@@ -159,7 +159,7 @@ class GrammarProcess:
         self, sock: socket.socket, header: Mapping[str, Any], limit: _Limit
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         frame, why = None, Lost.ENDED
-        with self._losing:
+        with self._loss_lock:
             lost = self._lost
             if lost is None:
                 self._asking.add(sock)
@@ -173,7 +173,7 @@ class GrammarProcess:
             why = Lost.HUNG
         except (OSError, TransferFailed):
             pass
-        with self._losing:
+        with self._loss_lock:
             self._asking.discard(sock)
             if self._lost is not None:
                 sock.close()

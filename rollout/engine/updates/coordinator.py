@@ -73,7 +73,7 @@ class Coordinator:
         self.label_before: str | None = None  # of the version before the live one
         self.turn = Turn(engine)
         self._last_wanted: tuple[Mapping[str, AdapterSpec], dict[str, TensorMeta]] = {}, {}
-        self._deciding = threading.Lock()
+        self._decision_lock = threading.Lock()
         self.ended = EndedUpdates(KEPT_RECEIPTS)
         self._receipts: deque[UpdateReceipt] = deque(maxlen=KEPT_RECEIPTS)
         self._committed: dict[int, float] = {}  # version -> when, by time.monotonic()
@@ -187,7 +187,7 @@ class Coordinator:
         below one seen here, or the update is not prepared or has ended the other way. With an
         operator's abort at an engine in no fleet goes the fence of the update's seal.
         """
-        with self._deciding:
+        with self._decision_lock:
             if decision.fence is not None:
                 self._check_fence(decision.fence)
             if (known := self.ended.known(decision.update_id)) is not None:
@@ -207,7 +207,7 @@ class Coordinator:
         """Note the epoch of a coordinator, and of which fleet it is; ``VersionConflict`` if a later
         one of that fleet was seen. Of another fleet's that only ``asks`` nothing is noted.
         """
-        with self._deciding:
+        with self._decision_lock:
             if not (fleet and self._fleet and fleet != self._fleet):  # each fleet counts its own
                 self._check_fence(fence)
             elif asks:
@@ -228,7 +228,7 @@ class Coordinator:
 
         ``VersionConflict`` if ``fence`` is below one that was seen.
         """
-        with self._deciding:
+        with self._decision_lock:
             self._check_fence(fence)
             self.turn.prepare(prepared)
             self._fence_before, self.fence = self.fence, fence

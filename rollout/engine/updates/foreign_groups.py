@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollout.engine.updates.verb_update import Places
 from rollout.errors import ConfigError, InvalidRequest, TransferFailed, VersionConflict
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ class Lease:
     secret = ""
 
     def __init__(self, coordinator: Coordinator, transports: tuple[str, ...] | None = None) -> None:
-        self._of = coordinator
+        self._coordinator, self._engine = coordinator, coordinator.engine
         self._transports = coordinator.transports if transports is None else transports
         self._accepted = Accepted()
         self._asked: UpdateRequest | None = None  # as it came, to recognise a repeated begin
@@ -98,24 +98,24 @@ class Lease:
             return self._begun
         if self._asked is not None:
             raise VersionConflict("a channel carries one update; open another")
-        of = self._of
+        coordinator = self._coordinator
         self._enter("beginning")
         try:
-            self._accepted = of.check_fields(request, self._transports)
+            self._accepted = coordinator.check_fields(request, self._transports)
             self._asked, self._began = request, time.monotonic()
             if (outcome := self._acquire(request)) is not None:
                 return self._replay(request, outcome)
             self._started = time.perf_counter()
-            request = replace(of.staged_in(request), version=of.check(request))
+            request = replace(coordinator.staged_in(request), version=coordinator.check(request))
             if request.staging == "none":  # past ``begin`` it has overwritten what is live
-                of.engine.serving.check_own_update()
+                self._engine.serving.check_own_update()
             self._not_ended("begin")
             if in_turn is not None:
                 request = in_turn(request)
-                self._accepted = of.check_fields(request, self._transports)
-            self._request, self._wanted = request, of.wanted(request)
+                self._accepted = coordinator.check_fields(request, self._transports)
+            self._request, self._wanted = request, coordinator.wanted(request)
             self._not_ended("begin")
-            self._foreseen = of.foresee(request)
+            self._foreseen = coordinator.foresee(request)
             layout, wants = self._stage(request)
             self._leave()
             self._not_ended("begin")
@@ -133,8 +133,8 @@ class Lease:
         )
         self._begun = Begun(
             update_id=request.update_id,
-            epoch=of.engine.epoch,
-            base_version=of.engine.version,
+            epoch=self._engine.epoch,
+            base_version=self._engine.version,
             version=request.version,
             layout=layout,
             wants=wants,
@@ -145,7 +145,7 @@ class Lease:
         if self._replays is not None:
             return None
         request = self._live("bucket")
-        return self._of.engine.buffer(nbytes) if nbytes <= request.bucket_bytes else None
+        return self._engine.buffer(nbytes) if nbytes <= request.bucket_bytes else None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         if self._replays is not None:
@@ -156,7 +156,7 @@ class Lease:
 
     @property
     def reads_on(self) -> str:
-        return self._of.engine.reads_on
+        return self._engine.reads_on
 
     def in_place(self, header: BucketHeader, regions: Sequence[Tensor]) -> None:
         assert self.reads_on, "its rank is elsewhere"
@@ -188,9 +188,9 @@ class Lease:
                     f"update {self._asked.update_id} has been committed here already, as version "
                     f"{self._replays.committed.version}: it cannot be prepared again"
                 )
-            self._replays.check_same(seal, self._of.wanted(self._asked))
+            self._replays.check_same(seal, self._coordinator.wanted(self._asked))
             return
-        request, of = self._live("seal"), self._of
+        request, coordinator = self._live("seal"), self._coordinator
         if self._sealed is not None and self._sealed.seal == seal:
             return
 
@@ -204,7 +204,7 @@ class Lease:
             missing = {n for n in wanted if component_of(n) in whole} - set(seal.digests)
             if missing and not request.partial:
                 raise IncompleteUpdate(f"sealed without {some(sorted(missing))}")
-            compare(seal.digests, held, of.served.aliases)
+            compare(seal.digests, held, coordinator.served.aliases)
             return seal
 
         if seal.fence is not None and request.staging == "none":
@@ -213,7 +213,7 @@ class Lease:
         if seal.fence is not None:
             self._enter("prepared")
             try:
-                of.prepare(self, seal.fence)
+                coordinator.prepare(self, seal.fence)
             except RolloutError as error:
                 self._leave()
                 self.abort(str(error))
@@ -245,7 +245,7 @@ class Lease:
     def _check_own(self) -> None:
         """A fleet's updates alone are decided elsewhere, and say so first at their seal."""
         with self._or_abort():
-            self._of.engine.serving.check_own_update()
+            self._engine.serving.check_own_update()
 
     def _name(self, label: str | None) -> None:
         """Of the version, in the place of what its request says, if that is known only now."""
@@ -264,28 +264,29 @@ class Lease:
         return self._commit()
 
     def _commit(self) -> UpdateReceipt:
-        request, of = self._live("commit"), self._of
+        request, coordinator = self._live("commit"), self._coordinator
+        adapters = coordinator.adapters
         if self._sealed is None:
             raise VersionConflict("commit before seal")
         started = time.perf_counter()
         try:
             self._drain(request)
             # Nothing may fail once it is live.
-            receipt = self._sealed.receipt(self._wanted, of.engine.epoch, request)
+            receipt = self._sealed.receipt(self._wanted, self._engine.epoch, request)
             self._enter("committing")
-            of.turn.advance(self, "committing")
-            held = {n: v for n, v in self._sealed.held.items() if n in of.served.metadata}
-            before = of.pins_before() if request.models else {}
+            coordinator.turn.advance(self, "committing")
+            held = {n: v for n, v in self._sealed.held.items() if n in coordinator.served.metadata}
+            before = coordinator.pins_before() if request.models else {}
             made = {
                 name: KeptAdapter.of(name, receipt.adapters[name], spec)
                 for name, spec in request.adapters.items()
             }
-            stall, held = of.switch.run(
+            stall, held = coordinator.switch.run(
                 *(request, request.timeout, held),
-                pin=of.pin_terms(request),
+                pin=coordinator.pin_terms(request),
                 models=bool(request.models),
                 adapters=request.adapters,
-                name=lambda version: of.adapters.commit(self._slots, made, request.adapters_after),
+                name=lambda version: adapters.commit(self._slots, made, request.adapters_after),
             )
         except BaseException as error:
             self._leave()
@@ -299,14 +300,14 @@ class Lease:
             times = {"commit": now - started, "stall": stall, "total": now - self._started}
             limits = self._against_limits(request, stall, receipt.num_bytes)
             details = {**receipt.details, **limits, **before}
-            if of.engine.pins.since == receipt.version:
-                details["pinned"] = of.engine.pins.told
+            if self._engine.pins.since == receipt.version:
+                details["pinned"] = self._engine.pins.told
             receipt = replace(receipt, timings={**receipt.timings, **times}, details=details)
             self._committed = receipt
-            of.record(
+            coordinator.record(
                 *(receipt, request.label, held, self._base_is_whole),
                 models=bool(request.models),
-                merged=of.merged_after(request),
+                merged=coordinator.merged_after(request),
             )
         finally:  # it is live, even if recording it fails
             self._leave()
@@ -329,7 +330,7 @@ class Lease:
         elif self._sealed is not None:
             when = "between the ranks' votes and the commit"
         staged = self._request is None or self._request.staging != "none"
-        serves = f": version {self._of.engine.version} serves on" if staged else ""
+        serves = f": version {self._engine.version} serves on" if staged else ""
         reason = f"the trainer went away, or closed its channel, {when}{serves}"
         self._end(reason, failed=True, told=self._request is not None)
 
@@ -342,16 +343,17 @@ class Lease:
 
     def _refused(self, reason: str) -> None:
         """Count an update that failed before it began, here or by its trainer's own checks."""
-        self._of.engine.counters.record_failed_update(NOT_BEGUN, reason)
+        self._engine.counters.record_failed_update(NOT_BEGUN, reason)
 
     def _against_limits(
         self, request: UpdateRequest, stall: float, num_bytes: int
     ) -> dict[str, str]:
         """Record the stall for later estimates; returns what the receipt says about it."""
-        of = self._of
-        moves = "exchange" if of.switch.moved else "flip"
+        kind = "exchange" if self._coordinator.switch.moved else "flip"
+        if request.staging == "none":
+            kind = "held"
         if request.models:  # a commit of adapters alone says nothing of theirs
-            of.limits.measured("held" if request.staging == "none" else moves, stall, num_bytes)
+            self._coordinator.limits.measured(kind, stall, num_bytes)
         if self._foreseen is None:
             return {}
         told = self._foreseen.told(request.max_stall, stall)
@@ -361,37 +363,38 @@ class Lease:
 
     def _acquire(self, request: UpdateRequest) -> Outcome | None:
         """Take the lease; or return, without it, the commit that this id has made meanwhile."""
-        of = self._of
-        outcome = of.ended.find(request.update_id)
+        turn, ended = self._coordinator.turn, self._coordinator.ended
+        outcome = ended.find(request.update_id)
         if outcome is None:
-            of.turn.take(self, request.timeout, check=partial(self._not_ended, "begin"))
-            outcome = of.ended.find(request.update_id)
+            turn.take(self, request.timeout, check=partial(self._not_ended, "begin"))
+            outcome = ended.find(request.update_id)
             if outcome is not None:
-                of.turn.end(self)
+                turn.end(self)
         return outcome
 
     def _stage(self, request: UpdateRequest) -> tuple[str, Wants | None]:
         """Have the ranks open what will be filled; returns what they want, if it has to be sent."""
-        of, check = self._of, partial(self._not_ended, "begin")
+        coordinator, check = self._coordinator, partial(self._not_ended, "begin")
         if request.models:  # adapters leave both instances alone
-            of.wait_for_pins(self._began + request.timeout, check)
+            coordinator.wait_for_pins(self._began + request.timeout, check)
         args: dict[str, Any] = {"request": to_plain(replace(request, metadata=None))}
         if request.adapters:  # may be refused, or wait: before steps are held or a byte is written
-            self._slots = of.adapters.reserve(
+            self._slots = coordinator.adapters.reserve(
                 *([*request.adapters], request.timeout, self._began, check),
                 after=request.adapters_after,
             )
             args["slots"] = self._slots
-        of.staging_begins(request)
+        coordinator.staging_begins(request)
         if request.staging == "none":
             self._drain(request)  # running requests cannot end once steps are held
-            of.engine.control.hold(request.timeout)
+            self._engine.control.hold(request.timeout)
             self._held_since = time.perf_counter()
         self._touched = True
         # What a rollback would bring back: not there if nothing keeps it, no version if broken.
-        kept = not request.models or request.staging != "none" or of.served.undo != "shadow"
-        self._base_is_whole = kept and of.engine.broken is None
-        replies = gather_replies(of.engine.call("stage_begin", args), "begin", request.timeout)
+        overwrites = request.models and request.staging == "none"
+        kept = not overwrites or coordinator.served.undo != "shadow"
+        self._base_is_whole = kept and self._engine.broken is None
+        replies = gather_replies(self._engine.call("stage_begin", args), "begin", request.timeout)
         self._buckets.connect(request.update_id)
         return _wants([reply for reply, _ in replies], self._accepted.known)
 
@@ -408,12 +411,12 @@ class Lease:
 
     def _vote(self, num_buckets: int, judge: Callable[[Mapping[str, int]], Seal]) -> None:
         """Collect every rank's vote, and ``judge``'s on the digests they hold; any may refuse."""
-        request, of = self._live("seal"), self._of
+        request, coordinator = self._live("seal"), self._coordinator
         for index in self._buckets.waiting:
             self.wait(index, request.timeout)
         with self._or_abort():
-            self._sealed = take_votes(of.engine, request, num_buckets, judge)
-        of.turn.advance(self, "staged")
+            self._sealed = take_votes(self._engine, request, num_buckets, judge)
+        coordinator.turn.advance(self, "staged")
 
     def _live(self, phase: str) -> UpdateRequest:
         if self._request is None:
@@ -451,56 +454,55 @@ class Lease:
             self._ended = self._ended or reason
             begins = self._phase == "beginning"
             self._freed = not begins
-        request, of = self._request, self._of
+        request, coordinator = self._request, self._coordinator
         if begins:  # and may wait there
-            of.turn.look_again()
+            coordinator.turn.look_again()
             return
         if self._begun is not None:
             begun = replace(self._begun, wants=None)
-            of.ended.add(Outcome(begun=begun, receipt=self._committed, reason=self._ended))
+            coordinator.ended.add(Outcome(begun=begun, receipt=self._committed, reason=self._ended))
         broken = None
         if request is not None:
             if failed:
-                of.engine.counters.record_failed_update(request.update_id, reason)
+                self._engine.counters.record_failed_update(request.update_id, reason)
                 self._tell_ranks(request)
                 if request.staging == "none" and self._touched:
                     broken = self._restore(request, reason)
             if request.staging == "none":
-                of.engine.control.release()
+                self._engine.control.release()
             if self._drained:
-                of.engine.control.undrain()
-            of.adapters.release(self._slots)
+                self._engine.control.undrain()
+            coordinator.adapters.release(self._slots)
         if failed and (told or request is not None):
-            self._log_failure(reason, broken or of.engine.broken)
-        of.turn.end(self, broken)
+            self._log_failure(reason, broken or self._engine.broken)
+        coordinator.turn.end(self, broken)
 
     def _log_failure(self, reason: str, broken: str | None) -> None:
         """A warning in a service; where nobody else is connected, the caller has it as an error."""
         name = "an update" if self._asked is None else f"update {self._asked.update_id}"
         end = "was refused" if self._request is None else "failed"
-        serves = f"version {self._of.engine.version} serves on"
-        level = logging.WARNING if self._of.engine.counters.is_served else logging.INFO
+        serves = f"version {self._engine.version} serves on"
+        level = logging.WARNING if self._engine.counters.is_served else logging.INFO
         log.log(level, "%s %s, %s: %s", name, end, "nothing serves" if broken else serves, reason)
 
     def _restore(self, request: UpdateRequest, reason: str) -> str | None:
         """Restore the weights from before an unstaged update; else why the engine is broken."""
-        of = self._of
         if not self._base_is_whole:
             return f"an update without staging failed midway: {reason}"
-        why = of.restore(request.timeout)
+        why = self._coordinator.restore(request.timeout)
         return why and f"an update without staging failed midway: {reason}; going back: {why}"
 
     def _drain(self, request: UpdateRequest) -> None:
         if request.in_flight == "wait" and not self._drained:
             self._drained = True
-            self._of.engine.control.drain(request.timeout)
+            self._engine.control.drain(request.timeout)
 
     def _tell_ranks(self, request: UpdateRequest) -> None:
         args = {"update_id": request.update_id}
         try:
             # The first frees a staging thread that is blocked, the second runs on that thread.
-            self._of.engine.call("interrupt_update", args)
-            self._of.engine.call("stage_abort", args)
+            self._engine.call("interrupt_update", args)
+            self._engine.call("stage_abort", args)
         except RolloutError:
             return  # dead ranks hold no update
 

@@ -46,7 +46,7 @@ def check_equal(here: WeightInfo, there: WeightInfo) -> None:
 
 
 def send_live_form(
-    of: Coordinator,
+    coordinator: Coordinator,
     lease: ReadLease,
     channel: WeightChannel,
     adapters: Mapping[str, PeftAdapter],
@@ -62,14 +62,15 @@ def send_live_form(
     request = UpdateRequest(
         update_id=uuid.uuid4().hex, version=version, encoding="live", bucket_bytes=BUCKET,
         components=components, adapters={name: a.spec for name, a in adapters.items()},
-        adapters_after=adapters_after, merged=of.merged, label=of.info().label,
+        adapters_after=adapters_after, merged=coordinator.merged, label=coordinator.info().label,
         timeout=timeout,
     )  # fmt: skip
-    digests = dict(of.digests(timeout))
+    digests = dict(coordinator.digests(timeout))
     with closing(channel):
         channel.begin(request)
         count = wire_bytes = 0
-        for entries, payload in _buckets(lease.pieces(_items(of, adapters, digests, timeout))):
+        items = _items(coordinator, adapters, digests, timeout)
+        for entries, payload in _buckets(lease.pieces(items)):
             header = BucketHeader(count, entries, payload.numel())
             channel.bucket(header, payload)
             channel.wait(count, timeout)
@@ -79,15 +80,19 @@ def send_live_form(
 
 
 def _items(
-    of: Coordinator, adapters: Mapping[str, PeftAdapter], digests: dict[str, int], timeout: float
+    coordinator: Coordinator,
+    adapters: Mapping[str, PeftAdapter],
+    digests: dict[str, int],
+    timeout: float,
 ) -> Iterator[Item]:
     """All ranks' memory, then the adapters' tensors, whose digests are added."""
-    sizes = gather_replies(of.engine.call("stage_raw_sizes", {}), "read", timeout)
+    sizes = gather_replies(coordinator.engine.call("stage_raw_sizes", {}), "read", timeout)
     for rank, (reply, _) in enumerate(sizes):
         for name, nbytes in reply["sizes"]:
             for start in range(0, nbytes, PIECE):
                 box = Box((start,), (min(start + PIECE, nbytes),))
-                yield name, torch.uint8, (nbytes,), box, _read(of, rank, name, box, timeout)
+                piece = _read(coordinator, rank, name, box, timeout)
+                yield name, torch.uint8, (nbytes,), box, piece
     for adapter, found in adapters.items():
         for name, tensor in found.tensors.items():
             full = Box.full(tuple(tensor.shape))
@@ -96,11 +101,11 @@ def _items(
             yield name, tensor.dtype, full.shape, full, flat_bytes(tensor)
 
 
-def _read(of: Coordinator, rank: int, name: str, box: Box, timeout: float) -> Tensor:
+def _read(coordinator: Coordinator, rank: int, name: str, box: Box, timeout: float) -> Tensor:
     args = {"rank": rank, "name": name, "start": box.starts[0], "stop": box.stops[0]}
-    replies = gather_replies(of.engine.call("stage_read_raw", args), "read", timeout)
+    replies = gather_replies(coordinator.engine.call("stage_read_raw", args), "read", timeout)
     reply, values = replies[rank]
-    if reply["version"] != of.engine.base_version:
+    if reply["version"] != coordinator.engine.base_version:
         raise VersionConflict("the weights changed while they were read")
     return values["0"]
 

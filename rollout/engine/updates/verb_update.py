@@ -14,7 +14,7 @@ from rollout.weight_sync.protocol.bucket import ALIGNMENT
 from rollout.weight_sync.protocol.fit import check_metadata, differences
 from rollout.weight_sync.protocol.messages import MAX_BUCKET_BYTES, BucketEntry, BucketHeader
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 from rollout.weights import Box, TensorMeta, WeightSlot
 from rollout.weights.names import file_form, is_weight, placed
 
@@ -75,15 +75,15 @@ class VerbUpdate(ABC):
         model's weights is received, since the trainer sends it, and dropped.
         """
         tensors = [TensorMeta(file_form(m.name), m.dtype, m.shape) for m in tensors]
-        of = self._wanted
+        wanted = self._wanted
         sent, dropped = [*self._sent], set()
         for meta in tensors:
-            name = placed(meta.name, of.prefixes)
+            name = placed(meta.name, wanted.prefixes)
             if name is not None and is_weight(name):
                 sent.append(TensorMeta(name, meta.dtype, meta.shape))
             else:
                 dropped.add(meta.name)
-        check_metadata(sent, of.metadata, of.aliases, partial=True, spelled=of.spelled)
+        check_metadata(sent, wanted.metadata, wanted.aliases, partial=True, spelled=wanted.spelled)
         headers = list(_headers(tensors, packing, self._num_buckets))
         _check_dropped(headers, dropped)
         self._sent = sent
@@ -98,8 +98,8 @@ class VerbUpdate(ABC):
 
     def missing(self) -> Sequence[str]:
         """What the tensors sent so far lack, a line each."""
-        of = self._wanted
-        return differences(self._sent, of.metadata, of.aliases, spelled=of.spelled)
+        wanted = self._wanted
+        return differences(self._sent, wanted.metadata, wanted.aliases, spelled=wanted.spelled)
 
     def unsent_aliases(self) -> frozenset[str]:
         """Names of other tensors that were not sent so far, in file form."""

@@ -31,8 +31,8 @@ from rollout.weight_sync.protocol.header_reader import HeaderReader
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, UpdateRequest
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import EngineRank, InPlaceReceiver, Receiver
-from rollout.weight_sync.transports.vllm import make_member
-from rollout.weight_sync.transports.vllm_group import Member
+from rollout.weight_sync.transports.foreign import make_member
+from rollout.weight_sync.transports.foreign_group import Member
 from rollout.weights import Box, TensorPiece, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.box import disjoint

@@ -67,7 +67,7 @@ class ModelInstances:
         self._table, self._nbytes = live.table, _bytes_of(live)
         self._device, self._pinned = live.build.device, pinned
         self._may_flip, self._on_forget = may_flip, forget
-        self._making = threading.Lock()
+        self._shadow_lock = threading.Lock()
         self._flipped: Any = None  # an event: what was live before runs no step after it
         self._in_place = False  # the live instance is being loaded, or has been but for the commit
         self._parked: dict[str, Tensor] = {}  # weights in host memory while the device is lent out
@@ -181,7 +181,7 @@ class ModelInstances:
             self._keep_previous()
         self._in_place, self._revert, self._shadow_is = False, None, None
         device = self._shadow_goes_to(staging)
-        with self._making:  # the main thread may be at it, for the first step after a sleep
+        with self._shadow_lock:  # the main thread may be at it, for the first step after a sleep
             self._wait_for_steps()
             if self._shadow is None or self._shadow.build.device != device:
                 self._give_up_shadow()
@@ -341,7 +341,7 @@ class ModelInstances:
         captured over it; None where it lies elsewhere. It holds no version to go back to. What an
         update runs on the device has run then.
         """
-        with self._making:
+        with self._shadow_lock:
             made = None
             if self._shadow is None and self._shadow_device == self._device:
                 made = self._make_shadow(self._device)

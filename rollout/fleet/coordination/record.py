@@ -34,7 +34,7 @@ class Record:
 
     def __init__(self, directory: str | Path, lease: float = 0.0) -> None:
         path = Path(directory) / FILE
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(
@@ -76,13 +76,13 @@ class Record:
 
     def write(self, promise: Promise) -> None:
         """Returns once it would survive the loss of power; raises ``ConfigError`` where not."""
-        with self._turn:
+        with self._lock:
             self._write(lambda: self._put(promise), lambda: self._row() == tuple(_values(promise)))
             self.promise = promise
 
     def hold(self, wanted: Callable[[], Held]) -> None:
         """As ``write``, of what members are held in when its turn has come; from any thread."""
-        with self._turn:
+        with self._lock:
             if (held := wanted()) == self.held:
                 return
             text = json.dumps({"paused": held.paused, "asleep": sorted(held.asleep)})

@@ -147,7 +147,7 @@ class PassedOnChannel:
 
     def __init__(self, channel: WeightChannel, fleet: RoutedFleet) -> None:
         self._channel, self._fleet = channel, fleet
-        self._turn = threading.Lock()  # of the streams here: the one that goes on answers in order
+        self._lock = threading.Lock()  # of the streams here: the one that goes on answers in order
 
     def begin(self, request: UpdateRequest) -> Begun:
         if "senders" in request.offer:  # all of them have their streams here, and one goes on
@@ -158,11 +158,11 @@ class PassedOnChannel:
         return None
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
-        with self._turn:
+        with self._lock:
             self._channel.bucket(header, payload)
 
     def wait(self, index: int, timeout: float) -> None:
-        with self._turn:
+        with self._lock:
             self._channel.wait(index, timeout)
 
     def seal(self, seal: Seal) -> None:

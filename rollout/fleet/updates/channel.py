@@ -57,7 +57,8 @@ class FleetChannel:
         updates: CommittedUpdates,
     ) -> None:
         self.fleet, self._transports, self._names = fleet, transports, names
-        self._of, self._updates = Transaction(fleet, log, self._let_go, self._record), updates
+        self._transaction = Transaction(fleet, log, self._let_go, self._record)
+        self._updates = updates
         self._log = log
         self._parts: dict[str, Part] = {}
         self._memory = HostMemory()
@@ -72,7 +73,7 @@ class FleetChannel:
         self._seal: Seal | None = None
         self._closed = self._aborted = False
         self._waiting = 0  # the oldest bucket that may still be under way
-        self._one = threading.RLock()  # at a time, where trainer ranks have a stream each
+        self._lock = threading.RLock()  # at a time, where trainer ranks have a stream each
 
     def begin(self, request: UpdateRequest) -> Begun:
         if self._begun is not None and request == self._asked:
@@ -101,7 +102,7 @@ class FleetChannel:
             try:
                 # What is unloaded has no version to go back to.
                 reversible = request.adapters_after is None
-                version = self._of.begin(
+                version = self._transaction.begin(
                     update_id, request.version, request.timeout, reversible=reversible,
                     joins=self._is_whole(request),
                 )  # fmt: skip
@@ -111,7 +112,7 @@ class FleetChannel:
             else:
                 if (found := find(update_id)) is None:
                     return version
-                self._of.give_up("it is committed already", counts=False)
+                self._transaction.give_up("it is committed already", counts=False)
         self._replays = found
         return found.begun.version
 
@@ -141,11 +142,11 @@ class FleetChannel:
         live = (fleet.epoch, fleet.version)  # while the update is under way
         if request.base is not None and tuple(request.base) != live:
             why = f"built on (epoch, version) {tuple(request.base)}, but {live} is live"
-            self._of.give_up(why, counts=False)
+            self._transaction.give_up(why, counts=False)
             raise VersionConflict(why)
         self._request = replace(request, version=version)
         # Nobody depends on a member that joins, where there is another.
-        links = sorted(self._of.links.values(), key=lambda link: link.joins)
+        links = sorted(self._transaction.links.values(), key=lambda link: link.joins)
         self._parts = {x.name: Part(x.name, x.client.open(), x.place, x.relays) for x in links}
         self._begin_all(self._request)
         return Begun(
@@ -158,7 +159,7 @@ class FleetChannel:
 
     def bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
         if self._replays is None:
-            with self._one:
+            with self._lock:
                 self._bucket(header, payload)
 
     def _bucket(self, header: BucketHeader, payload: Tensor | None) -> None:
@@ -178,7 +179,7 @@ class FleetChannel:
 
     def wait(self, index: int, timeout: float) -> None:
         if self._replays is None:
-            with self._one:
+            with self._lock:
                 self._wait(index, timeout)
 
     def _wait(self, index: int, timeout: float) -> None:
@@ -212,7 +213,7 @@ class FleetChannel:
         digest = digest_of_all(self._models_after(seal), (one.digest for one in adapters))
 
         def vote(part: Part) -> None:
-            label = seal.label if self._of.links[part.name].knows("late_labels") else None
+            label = seal.label if self._transaction.links[part.name].knows("late_labels") else None
             part.channel.seal(replace(seal, fence=fleet.promise.fence, label=label))
             fleet.voted(request.update_id, part.name, digest, adapters)
 
@@ -229,7 +230,7 @@ class FleetChannel:
             parts = self._parts.values()
             if request.in_flight in ("abort", "pin"):
                 self.fleet.parted = request.version or 0
-            self._receipt = self._of.commit(
+            self._receipt = self._transaction.commit(
                 request.transport,
                 front_sent_bytes={**self._sent, **{part.name: part.sent for part in parts}},
                 members_map={part.name: part.maps for part in parts if part.maps},
@@ -241,7 +242,7 @@ class FleetChannel:
         self._aborted = True
         if self._asked is None and not self._closed:
             self._log.failed("", reason)
-        if self._of.give_up(reason):
+        if self._transaction.give_up(reason):
             for part in list(self._parts.values()):
                 part.channel.abort(reason)
 
@@ -330,13 +331,13 @@ class FleetChannel:
 
     def _dealt(self, shared: SharedAllocation) -> CardMemory:
         """Flags of the trainer's memory for each member that maps it."""
-        links = {name: self._of.links[name] for name in self._parts}
+        links = {name: self._transaction.links[name] for name in self._parts}
         reaches = {name: link.reaches_on(shared.host) for name, link in links.items()}
         ranks = {name: len(link.devices) for name, link in links.items()}
         try:
             return CardMemory.of(shared, reaches, ranks)
         except ConfigError as error:
-            self._of.give_up(str(error), counts=False)
+            self._transaction.give_up(str(error), counts=False)
             raise
 
     def _took(self, part: Part, index: int, timeout: float) -> tuple[int, str]:
@@ -350,7 +351,7 @@ class FleetChannel:
         try:
             return wait()
         except TransferFailed:
-            link = self._of.links.get(part.name)
+            link = self._transaction.links.get(part.name)
             if part.maps and not part.got and not self._aborted and link is not None:
                 if part.maps == CARD:
                     link.maps_no_card()
@@ -365,11 +366,11 @@ class FleetChannel:
 
         def forward(part: Part) -> None:
             if (to := next_of.get(part.name)) is not None:
-                apart, began = self._of.links[part.name].apart, time.monotonic()
+                apart, began = self._transaction.links[part.name].apart, time.monotonic()
                 if began < apart.get(to.name, 0.0):
                     to.fed_by = f"{FRONT}: {part.name} did not reach it lately"
                     return
-                wanted = self._of.links[to.name].forwarding(request, to.feed)
+                wanted = self._transaction.links[to.name].forwarding(request, to.feed)
                 if problem := part.channel.forward(wanted):
                     to.fed_by = f"{FRONT}: {part.name} does not reach it: {problem}"[:300]
                     if time.monotonic() - began > SILENT:
@@ -381,7 +382,7 @@ class FleetChannel:
 
     def _begin_joining(self, part: Part, request: UpdateRequest) -> Begun:
         """On a member that does not serve: it keeps the others waiting for a bounded time alone."""
-        info = self._of.links[part.name].control.info()
+        info = self._transaction.links[part.name].control.info()
         if why := self.fleet.unlike(info):
             raise ConfigError(why)
         begun: Future[Begun] = Future()
@@ -402,10 +403,10 @@ class FleetChannel:
         """The trainer's own stream ends here: one of ours brings each member its part."""
         request = self._live()
         if (base := request.base) is not None:
-            info = self._of.links[part.name].client.info()
+            info = self._transaction.links[part.name].client.info()
             base = info.epoch, info.version
         request = replace(request, base=base, transport=transport, offer=offer)
-        if self._of.links[part.name].joins:
+        if self._transaction.links[part.name].joins:
             return self._begin_joining(part, request)
         try:
             return part.channel.begin(request)
@@ -414,7 +415,7 @@ class FleetChannel:
 
     def _past_the_front(self, part: Part, error: VersionConflict) -> VersionConflict:
         """``error`` of a member, explained where its weights are not those of this fleet."""
-        has, fleet = self._of.links[part.name].client.info().version, self.fleet
+        has, fleet = self._transaction.links[part.name].client.info().version, self.fleet
         if has == fleet.version:
             return error
         return VersionConflict(
@@ -440,7 +441,7 @@ class FleetChannel:
     def _live(self) -> UpdateRequest:
         if self._request is None:
             raise VersionConflict("no update has begun")
-        self._of.check()
+        self._transaction.check()
         return self._request
 
     def _each(
@@ -454,7 +455,9 @@ class FleetChannel:
         """``fn`` of every member that is left (of ``only``); those that fail drop out."""
         self._live()
         parts = dict(self._parts)
-        self._of.each(lambda link: fn(parts[link.name]), at_once=at_once, begins=begins, only=only)
+        self._transaction.each(
+            lambda link: fn(parts[link.name]), at_once=at_once, begins=begins, only=only
+        )
 
     def _let_go(self, name: str) -> None:
         if (part := self._parts.pop(name, None)) is not None:
@@ -482,6 +485,6 @@ class FleetChannel:
             return (live.digest - total(a.digest for a in live.adapters)) & MASK
         sent = {name: value for name, value in seal.digests.items() if name in self._names}
         if len(sent) < len(self._names):  # it is partial, or of one component
-            link = next(iter(self._of.links.values()))
+            link = next(iter(self._transaction.links.values()))
             sent = {**link.client.digests(request.timeout), **sent}
         return total(sent.values())

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rollout.errors import ConfigError, RolloutError, TransferFailed
 from rollout.weight_sync.protocol.messages import WeightInfo
-from rollout.weight_sync.transports.vllm import make_member
-from rollout.weight_sync.transports.vllm_group import ForeignGroup, Member
+from rollout.weight_sync.transports.foreign import make_member
+from rollout.weight_sync.transports.foreign_group import ForeignGroup, Member
 
 T = TypeVar("T")
 

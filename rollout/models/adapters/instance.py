@@ -39,7 +39,7 @@ class InstanceAdapters:
         attach: Callable[[Model], None],
     ) -> None:
         self._active, self._head, self.attach = active, head, attach
-        self._of_logits: Tensor | None = None
+        self._slots_of_logits: Tensor | None = None
         self._linears, self._dora = linears, dora
         self.gains: dict[str, Tensor] = {}  # by linear: float32 [slots, outputs]
         self._squares: dict[int, tuple[int, dict[str, Tensor]]] = {}  # by slot: of this load
@@ -60,7 +60,7 @@ class InstanceAdapters:
         """
         active = self._active
         active.begin(batch.adapter_rows, batch.adapter_tiles)
-        self._of_logits = None
+        self._slots_of_logits = None
         if active.rows is None or active.tiles is None or not (self._dora or self._head):
             return
         slots = active.slot_of_rows(active.tiles)
@@ -71,23 +71,23 @@ class InstanceAdapters:
         if self._head is not None:
             slot_of = slots.new_full((len(batch.input_ids),), -1)
             slot_of[active.rows.long()] = slots
-            self._of_logits = slot_of[batch.logit_rows]
+            self._slots_of_logits = slot_of[batch.logit_rows]
 
     def begin_head(self, first: int, count: int) -> None:
         """The head's next product is of ``count`` of the step's rows with logits."""
-        head, of = self._head, self._of_logits
+        head, slots = self._head, self._slots_of_logits
         if head is None:
             return
         head.begin(None, None)
-        if of is None:
+        if slots is None:
             return
-        of = of[first : first + count]
-        rows = (of >= 0).nonzero()[:, 0]
-        order, tiles = tiles_of(of[rows])
+        slots = slots[first : first + count]
+        rows = (slots >= 0).nonzero()[:, 0]
+        order, tiles = tiles_of(slots[rows])
         if len(tiles):
             rows = rows[order]
             head.begin(rows.to(torch.int32), tiles)
-            head.slot_of = of[rows]
+            head.slot_of = slots[rows]
             self._note_normed(head)
 
     def _note_normed(self, active: ActiveRows) -> None:
@@ -163,8 +163,8 @@ class InstanceAdapters:
 class BesideLinear:
     """What adapters do at one linear of an instance."""
 
-    def __init__(self, name: str, linear: LinearAdapters, of: InstanceAdapters) -> None:
-        self._name, self._linear, self._of = name, linear, of
+    def __init__(self, name: str, linear: LinearAdapters, adapters: InstanceAdapters) -> None:
+        self._name, self._linear, self._adapters = name, linear, adapters
 
     @property
     def is_idle(self) -> bool:
@@ -178,7 +178,7 @@ class BesideLinear:
         """``y`` [T, outputs], complete but for other ranks' parts, as DoRA's norms have it, in
         place; ``bias`` is in it and stays as it is.
         """
-        normed, gains = self._linear.active.normed, self._of.gains.get(self._name)
+        normed, gains = self._linear.active.normed, self._adapters.gains.get(self._name)
         if normed is None or gains is None:
             return y
         rows, slots = normed

@@ -9,7 +9,7 @@ from torch.nn.functional import relu, silu
 
 from rollout.models.arch import BlockNorms
 from rollout.models.forward import ForwardBatch, LayerKV, RoutedExperts
-from rollout.models.layers.attention import Attention, Turn
+from rollout.models.layers.attention import Attention, CosSin
 from rollout.models.layers.base import Build
 from rollout.models.layers.delta_net import GatedDeltaNet
 from rollout.models.layers.delta_parts import DeltaNetOfParts
@@ -121,7 +121,7 @@ class DecoderBlock(nn.Module):
         self,
         x: Tensor,
         residual: Tensor | None,
-        turn: Turn,
+        cos_sin: CosSin,
         batch: ForwardBatch,
         kv: LayerKV,
         experts: RoutedExperts | None = None,
@@ -129,7 +129,7 @@ class DecoderBlock(nn.Module):
         told = () if experts is None else (experts,)
         names = self.names
         x, residual = _normed(self._norm(names.before_attention), x, residual)
-        out = self._mix(x, turn, batch, kv)
+        out = self._mix(x, cos_sin, batch, kv)
         if self.parallel:
             return self._scaled(out + getattr(self, self.mlp_name)(x, *told)), residual
         x = self._scaled(self._after(names.after_attention, out))
@@ -137,14 +137,14 @@ class DecoderBlock(nn.Module):
         out = getattr(self, self.mlp_name)(x, *told)
         return self._scaled(self._after(names.after_mlp, out)), residual
 
-    def _mix(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def _mix(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         mixer = getattr(self, self.mixer_name)
         if kv.beside is None:
-            mixed: Tensor = mixer(x, turn, batch, kv)
+            mixed: Tensor = mixer(x, cos_sin, batch, kv)
             return mixed
         reads, makes = self.ends
-        attended: Tensor = mixer(x * reads, turn, batch, kv) * makes
-        states: Tensor = self.mamba(x, turn, batch, kv.beside)
+        attended: Tensor = mixer(x * reads, cos_sin, batch, kv) * makes
+        states: Tensor = self.mamba(x, cos_sin, batch, kv.beside)
         return states + attended
 
     def _norm(self, name: str | None) -> Norm | None:
@@ -204,14 +204,14 @@ class LoneBlock(nn.Module):
         self,
         x: Tensor,
         residual: Tensor | None,
-        turn: Turn,
+        cos_sin: CosSin,
         batch: ForwardBatch,
         kv: LayerKV,
         experts: RoutedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         told = () if experts is None else (experts,)
         x, residual = _normed(self.norm, x, residual)
-        return self.mixer(x, turn, batch, kv) if self.mixes else self.mixer(x, *told), residual
+        return self.mixer(x, cos_sin, batch, kv) if self.mixes else self.mixer(x, *told), residual
 
 
 class Decoder(nn.Module):
@@ -237,21 +237,21 @@ class Decoder(nn.Module):
     def forward(
         self,
         x: Tensor,
-        turns: Sequence[Turn],
+        cos_sins: Sequence[CosSin],
         batches: Sequence[ForwardBatch],
         kv: Sequence[LayerKV],
     ) -> tuple[Tensor, Tensor]:
         """The blocks on embeddings [T, hidden]: the last one's output and the residual sum.
 
-        ``turns``, ``batches``, ``kv``: each layer's.
+        ``cos_sins``, ``batches``, ``kv``: each layer's.
         """
         experts = RoutedExperts.of(batches[0])
         told = () if experts is None else (experts,)
         residual: Tensor | None = None
         visual = batches[0].visual
         levels = [] if visual is None else list(visual.features[:, 1:].unbind(1))
-        for block, turn, batch, pages in zip(self.layers, turns, batches, kv, strict=True):
-            x, residual = block(x, residual, turn, batch, pages, *told)
+        for block, cos_sin, batch, pages in zip(self.layers, cos_sins, batches, kv, strict=True):
+            x, residual = block(x, residual, cos_sin, batch, pages, *told)
             if levels and visual is not None:
                 x = x.index_add(0, visual.rows, levels.pop(0))
         assert residual is not None

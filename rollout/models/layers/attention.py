@@ -17,7 +17,7 @@ from rollout.models.layers.linear import QKVLinear, RowLinear
 from rollout.models.layers.norm import HeadsNorm, RMSNorm, RowNorm, UnitNorm, make_norm
 from rollout.weights import WeightSlot
 
-Turn = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [T, rotated dims]
+CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [T, rotated dims]
 
 
 class Attention(nn.Module):
@@ -36,10 +36,10 @@ class Attention(nn.Module):
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.window = config.layers[index].window
         self.sinks = Sinks(build) if config.arch.sinks else None
-        self.turned = 0  # dims of neighbours that turn; 0 where pairs are a half apart
+        self.rotated = 0  # dims of neighbours that rotate; 0 where pairs are a half apart
         if config.arch.interleaved:
             rope = config.layers[index].rope
-            self.turned = 0 if rope.kind == "none" else int(config.head_dim * rope.partial)
+            self.rotated = 0 if rope.kind == "none" else int(config.head_dim * rope.partial)
         self.growth = config.layers[index].growth
         self.attend = batch_invariant_attention if build.deterministic else paged_attention
         self.qkv_proj = QKVLinear(build)
@@ -52,13 +52,13 @@ class Attention(nn.Module):
         self.q_norm = self._norm(0) if normalised else None
         self.k_norm = self._norm(1) if normalised else None
 
-    def forward(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         wide = self.heads * (2 if self.gated else 1)
         q, k, v = heads.split((wide, self.kv_heads, self.kv_heads), dim=1)
         if self.gated:
             q, gate = q.unflatten(1, (self.heads, 2)).unbind(2)
-        q = self._turn(q, k, v, turn, kv, batch.slot_mapping)
+        q = self._rotate(q, k, v, cos_sin, kv, batch.slot_mapping)
         if self.growth is not None:
             periods = (batch.positions + self.growth.ahead) // self.growth.period
             grown = torch.log(1 + periods) * self.growth.beta
@@ -80,20 +80,20 @@ class Attention(nn.Module):
         projected: Tensor = self.o_proj(out.reshape(len(x), -1))
         return projected
 
-    def _turn(
-        self, q: Tensor, k: Tensor, v: Tensor, turn: Turn, kv: LayerKV, slots: Tensor
+    def _rotate(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: CosSin, kv: LayerKV, slots: Tensor
     ) -> Tensor:
         """q normalised and turned; k, likewise, and v are in the cache."""
-        norm, other, in_parts = self.q_norm, self.k_norm, self.turned or not q.is_cuda
+        norm, other, in_parts = self.q_norm, self.k_norm, self.rotated or not q.is_cuda
         if isinstance(norm, RMSNorm) and isinstance(other, RMSNorm) and not in_parts:
             # One launch; on a CPU they cost no more apart.
             weights = norm.weight, other.weight, norm.eps, norm.offset
-            return norm_rope_and_cache(q, k, v, *weights, *turn, kv.k, kv.v, slots)
+            return norm_rope_and_cache(q, k, v, *weights, *cos_sin, kv.k, kv.v, slots)
         if norm is not None and other is not None:
             q, k = self._normalise(q, k)
-        if self.turned:
-            q, k = apart(q, self.turned), apart(k, self.turned)
-        return rope_and_cache(q, k, v, *turn, kv.k, kv.v, slots)
+        if self.rotated:
+            q, k = apart(q, self.rotated), apart(k, self.rotated)
+        return rope_and_cache(q, k, v, *cos_sin, kv.k, kv.v, slots)
 
     def squares(self, x: Tensor, heads: int) -> Tensor:
         """[T, 1]: of all ``heads`` of all ranks, added in an order of their own; x: those here."""

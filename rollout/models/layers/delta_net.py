@@ -49,7 +49,7 @@ class GatedDeltaNet(Layer):
         self.norm = GatedNorm(build, delta.dim)
         self.out_proj = RowLinear(build, values, config.hidden_size, False)
 
-    def forward(self, x: Tensor, _turn: object, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(self, x: Tensor, _cos_sin: object, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """``kv``: the states of this layer, of which those of ``batch.state_slots`` go on."""
         assert batch.state_slots is not None, "recurrent layers need slots for their states"
         where = batch.state_slots, batch.query_starts, batch.context_lens

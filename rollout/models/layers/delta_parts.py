@@ -56,7 +56,7 @@ class DeltaNetOfParts(Layer):
         self.o_norm = OutputNorm(build, delta.dim, eps, sigmoid=self.by_row)
         self.o_proj = RowLinear(build, values, hidden, False)
 
-    def forward(self, x: Tensor, _turn: object, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(self, x: Tensor, _cos_sin: object, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """``kv``: the states of this layer, of which those of ``batch.state_slots`` go on."""
         assert batch.state_slots is not None, "recurrent layers need slots for their states"
         where = batch.state_slots, batch.query_starts, batch.context_lens

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from rollout.kernels import paged_attention, rope_and_cache
 from rollout.models.config.latent import LatentConfig
 from rollout.models.forward import ForwardBatch, LayerKV
-from rollout.models.layers.attention import Turn
+from rollout.models.layers.attention import CosSin
 from rollout.models.layers.base import Build, Layer, rows_slot
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
 from rollout.models.layers.norm import RMSNorm
@@ -58,15 +58,15 @@ class LatentAttention(nn.Module):
         if latent.index is not None and layer in latent.index.layers:
             self.indexer = TokenIndex(build, latent.index, inputs)
 
-    def forward(self, x: Tensor, turn: Turn, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: CosSin, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         latent = self.latent
         vector = x if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(x))
         q, key = self.query(vector), self.key(x)
         cache = kv.k
-        q = rope_and_cache(q, key, None, *turn, cache, None, batch.slot_mapping)
+        q = rope_and_cache(q, key, None, *cos_sin, cache, None, batch.slot_mapping)
         if self.indexer is not None:
             assert kv.index is not None, "an index has pages of its own"
-            self.indexer(x, vector, turn, batch, kv.index)
+            self.indexer(x, vector, cos_sin, batch, kv.index)
         chosen = batch.chosen
         if chosen is None or chosen.slots is None or chosen.counts is None:
             places = batch.query_starts, batch.context_lens, batch.block_tables

@@ -48,7 +48,7 @@ class Mamba2(Layer):
             whole = [torch.full((width,), scale) for scale, width in parts]
             self.scales = torch.cat(whole).to(build.device)
 
-    def forward(self, x: Tensor, _turn: object, batch: ForwardBatch, kv: LayerKV) -> Tensor:
+    def forward(self, x: Tensor, _cos_sin: object, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """``kv``: the states of this layer, of which those of ``batch.state_slots`` go on."""
         assert batch.state_slots is not None, "recurrent layers need slots for their states"
         where = batch.state_slots, batch.query_starts, batch.context_lens

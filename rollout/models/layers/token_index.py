@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from rollout.kernels import rope_and_cache, select_tokens
 from rollout.models.config.latent import IndexConfig
 from rollout.models.forward import ForwardBatch
-from rollout.models.layers.attention import Turn, apart
+from rollout.models.layers.attention import CosSin, apart
 from rollout.models.layers.base import Build
 from rollout.models.layers.linear import ReplicatedLinear
 from rollout.models.layers.norm import LayerNorm
@@ -31,21 +31,21 @@ class TokenIndex(nn.Module):
         self.weights_proj = ReplicatedLinear(build, hidden, index.heads)
 
     def forward(
-        self, x: Tensor, vector: Tensor, turn: Turn, batch: ForwardBatch, pages: Tensor
+        self, x: Tensor, vector: Tensor, cos_sin: CosSin, batch: ForwardBatch, pages: Tensor
     ) -> None:
         """Write the keys of x [T, hidden] to ``pages``, and what each of ``vector`` [T, inputs]
         attends to into ``batch.chosen``: None where no table has room for more than that.
         """
         assert batch.chosen is not None
-        key = self._apart(self.k_norm(self.wk(x))[:, None], turn)
+        key = self._apart(self.k_norm(self.wk(x))[:, None], cos_sin)
         room = batch.block_tables.shape[1] * pages.shape[2]
         chooses = room > self.index.most
         q = (
-            self._apart(self.wq_b(vector).unflatten(1, (-1, self.index.dim)), turn)
+            self._apart(self.wq_b(vector).unflatten(1, (-1, self.index.dim)), cos_sin)
             if chooses
             else key
         )
-        q = rope_and_cache(q, key, None, *turn, pages, None, batch.slot_mapping)
+        q = rope_and_cache(q, key, None, *cos_sin, pages, None, batch.slot_mapping)
         slots = counts = None
         if chooses:
             weights = self.weights_proj(x).float()
@@ -53,5 +53,5 @@ class TokenIndex(nn.Module):
             slots, counts = select_tokens(q, weights, pages, *places, self.index.most)
         batch.chosen.slots, batch.chosen.counts = slots, counts
 
-    def _apart(self, x: Tensor, turn: Turn) -> Tensor:
-        return apart(x, turn[0].shape[1]) if self.index.interleaved else x
+    def _apart(self, x: Tensor, cos_sin: CosSin) -> Tensor:
+        return apart(x, cos_sin[0].shape[1]) if self.index.interleaved else x

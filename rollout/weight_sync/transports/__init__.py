@@ -24,7 +24,7 @@ MODULES: dict[str, str] = {
     "grpc_stream": f"{_HERE}.inline:GrpcStream",
     "ipc/cpu": f"{_HERE}.shared_memory:SharedMemory",
     "ipc/cuda": f"{_HERE}.cuda_ipc:CudaIpc",
-    "foreign": f"{_HERE}.vllm:VllmTransfer",
+    "foreign": f"{_HERE}.foreign:ForeignTransfer",
 }
 
 

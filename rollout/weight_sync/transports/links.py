@@ -45,7 +45,7 @@ class Links:
         self._links: dict[int, _Link] = {}
         self._posted: dict[int, list[_Posted]] = {}
         self._closed = False
-        self._inside = threading.Lock()  # held by whoever uses the sockets
+        self._lock = threading.Lock()  # held by whoever uses the sockets
 
     def connect(self, timeout: float) -> None:
         """Meet all members on the other side, collectively, within ``timeout`` seconds."""
@@ -123,7 +123,7 @@ class Links:
     @contextmanager
     def _using(self, when: str) -> Iterator[None]:
         try:
-            with self._inside:
+            with self._lock:
                 if self._closed:
                     raise TransferFailed("closed")
                 yield
@@ -137,13 +137,13 @@ class Links:
 
     def _tidy(self) -> None:
         """Close what was shut down, unless somebody is still inside, who does it on the way out."""
-        if self._inside.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
                 for link in self._links.values():
                     link.close()
                 self._links = {}
             finally:
-                self._inside.release()
+                self._lock.release()
 
     def _listen(self, deadline: float) -> None:
         where = self._where

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread, on_this_stream
 from rollout.errors import DeadlineExceeded, TransferFailed
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 
 _POLL = 0.0005
 _SLACK = timedelta(hours=1)  # NCCL's own deadline would end the process: ours speaks first

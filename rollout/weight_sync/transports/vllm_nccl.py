@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread, on_this_stream
 from rollout.errors import ConfigError, DeadlineExceeded, TransferFailed
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 
 ID_KEY = "broadcast_from/0/0"  # the first object that vLLM's StatelessProcessGroup broadcasts
 ID_BYTES = 128

@@ -24,7 +24,7 @@ class AdapterFiles:
     def __init__(self, versions: Callable[[], Mapping[str, int]]) -> None:
         """``versions``: what is served now, by name."""
         self._versions = versions
-        self._loading = threading.Lock()
+        self._lock = threading.Lock()
         # What files looked like before they were read, and the version that was made of them.
         self._read: dict[str, tuple[Path, object, int]] = {}
 
@@ -52,7 +52,7 @@ class AdapterFiles:
         if name in base_names:
             raise InvalidRequest(f"{name!r:.300} is the base model's name: choose another")
         check_name(name)
-        with self._loading:
+        with self._lock:
             seen, there = looks(where), self._versions().get(name)
             known = there is not None and self._read.get(name) == (where, seen, there)
             if there is not None and known and not inplace:
@@ -65,7 +65,7 @@ class AdapterFiles:
 
     def unload(self, name: str, forget: Callable[[], bool]) -> bool:
         """Forget the name, by ``forget``; whether it was there."""
-        with self._loading:
+        with self._lock:
             self._read.pop(name, None)
             return forget()
 

@@ -258,10 +258,10 @@ class _Failed:
 class _Watched(LinkOver):
     """``link``, of which the follower knows the channel that was opened last."""
 
-    def __init__(self, link: WeightLink, of: Follower) -> None:
+    def __init__(self, link: WeightLink, follower: Follower) -> None:
         super().__init__(link)
-        self._of = of
+        self._follower = follower
 
     def open(self) -> WeightChannel:
-        self._of._opened = channel = super().open()
+        self._follower._opened = channel = super().open()
         return channel

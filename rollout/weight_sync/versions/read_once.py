@@ -17,14 +17,14 @@ class ReadOnce:
 
     def __init__(self, is_live: Callable[[UpdateReceipt], bool]) -> None:
         self._is_live = is_live
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._last: tuple[str, UpdateReceipt] | None = None  # an earlier one cannot be live
 
     def run(
         self, update_id: str, timeout: float, read: Callable[[], UpdateReceipt]
     ) -> UpdateReceipt:
         """What ``read`` gives, or gave; ``UpdateInProgress`` where another takes ``timeout``."""
-        if not self._turn.acquire(timeout=timeout):
+        if not self._lock.acquire(timeout=timeout):
             raise UpdateInProgress(f"another directory was still being read after {timeout:g} s")
         try:
             if update_id and self._last is not None:
@@ -35,4 +35,4 @@ class ReadOnce:
             self._last = update_id, receipt
             return receipt
         finally:
-            self._turn.release()
+            self._lock.release()

@@ -20,18 +20,18 @@ from rollout.weight_sync.protocol.messages import (
     UpdateRequest,
 )
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
-from rollout.weight_sync.transports.vllm import VllmTransfer
-from rollout.weight_sync.transports.vllm_group import START_LIMIT, ForeignGroup
+from rollout.weight_sync.transports.foreign import ForeignTransfer
+from rollout.weight_sync.transports.foreign_group import START_LIMIT, ForeignGroup
 
 _AHEAD = 2  # buckets announced before the first of them has been taken
 DETAILS = {"digests": "the sender sent none: these are of what the ranks hold"}
 
 
-class VllmUpdate(VerbUpdate):
+class EngineUpdate(VerbUpdate):
     """Broadcasts into a lease: announced to the ranks a few ahead of what they have taken."""
 
-    def __init__(self, of: Coordinator, lease: Lease, begun: Begun, terms: Terms) -> None:
-        super().__init__(of.served, begun.update_id, begun.version, terms)
+    def __init__(self, coordinator: Coordinator, lease: Lease, begun: Begun, terms: Terms) -> None:
+        super().__init__(coordinator.served, begun.update_id, begun.version, terms)
         self._lease = lease
 
     def _take(self, headers: Sequence[BucketHeader]) -> None:
@@ -73,34 +73,34 @@ class VllmUpdate(VerbUpdate):
 class RankPlaces:
     """One for each rank, which receives there what it needs."""
 
-    def __init__(self, of: Coordinator) -> None:
-        self._of = of
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._joining = ""  # the place that a join has not been told to give up
 
     @property
     def count(self) -> int:
-        return self._of.served.num_ranks
+        return self._coordinator.served.num_ranks
 
     def join(self, place: str, group: ForeignGroup, timeout: float) -> None:
         self._joining = place
         what = f"an init that waits for its trainer at {group.host}:{group.port}"
         # Other updates' bytes do not wait behind this.
-        self._of.turn.take(None, timeout, what=f"{what} (abort_weight_update ends it)")
+        self._coordinator.turn.take(None, timeout, what=f"{what} (abort_weight_update ends it)")
         try:
             if self._joining != place:
                 raise TransferFailed("the group was left before its trainer came")
             args = {"id": place, "group": group.to_wire(), "timeout": timeout}
             limit = timeout + START_LIMIT + GRACE
-            gather_replies(self._of.engine.call("stage_join", args), "rendezvous", limit)
+            gather_replies(self._coordinator.engine.call("stage_join", args), "rendezvous", limit)
         finally:
-            self._of.turn.end(None)
+            self._coordinator.turn.end(None)
 
     def use(self, place: str) -> None:
-        self._of.engine.call("stage_use", {"id": place})
+        self._coordinator.engine.call("stage_use", {"id": place})
 
     def are_alive(self, place: str, timeout: float) -> bool:
         try:
-            asked = self._of.engine.call("stage_member", {"id": place})
+            asked = self._coordinator.engine.call("stage_member", {"id": place})
             return all(r["alive"] for r, _ in gather_replies(asked, "rendezvous", timeout))
         except RolloutError:
             return False
@@ -109,7 +109,7 @@ class RankPlaces:
         if self._joining == place:
             self._joining = ""
         try:
-            self._of.engine.call("leave_group", {"id": place})
+            self._coordinator.engine.call("leave_group", {"id": place})
         except RolloutError:  # dead ranks are in no group
             return
 
@@ -117,37 +117,39 @@ class RankPlaces:
 class EngineTarget:
     """``VerbTarget`` of one engine."""
 
-    def __init__(self, of: Coordinator) -> None:
-        self._of, self.places = of, RankPlaces(of)
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator, self.places = coordinator, RankPlaces(coordinator)
 
     @property
     def version(self) -> int:
-        return self._of.engine.base_version
+        return self._coordinator.engine.base_version
 
     def committed(self, update_id: str) -> UpdateReceipt | None:
-        outcome = self._of.ended.find(update_id)
+        outcome = self._coordinator.ended.find(update_id)
         return None if outcome is None else outcome.committed
 
-    def begin(self, terms: Terms, *, partial: bool) -> VllmUpdate:
-        lease = Lease(self._of, (VllmTransfer.name,))
+    def begin(self, terms: Terms, *, partial: bool) -> EngineUpdate:
+        lease = Lease(self._coordinator, (ForeignTransfer.name,))
         begun = lease.begin(
             UpdateRequest(
                 update_id=terms.update_id or uuid.uuid4().hex,
-                transport=VllmTransfer.name,
+                transport=ForeignTransfer.name,
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
                 in_flight=terms.in_flight,
                 timeout=terms.timeout,
                 partial=partial,
             )
         )
-        return VllmUpdate(self._of, lease, begun, terms)
+        return EngineUpdate(self._coordinator, lease, begun, terms)
 
     def relabel(self, label: str) -> None:
-        self._of.relabel(label)
+        self._coordinator.relabel(label)
 
     def give_up_prepared(self, update_id: str, reason: str) -> bool:
-        prepared = self._of.turn.prepared
+        prepared = self._coordinator.turn.prepared
         if prepared is None or prepared.update_id != update_id:
             return False
-        self._of.decide(Decision(update_id=update_id, commit=False, fence=None, reason=reason))
+        self._coordinator.decide(
+            Decision(update_id=update_id, commit=False, fence=None, reason=reason)
+        )
         return True

@@ -28,10 +28,10 @@ from torch import Tensor
 from rollout.distributed.child_environment import child_environment
 from rollout.distributed.life_lines import closed_in_forks
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed, from_wire
-from rollout.weight_sync.transports.vllm_group import ALIVE_LIMIT, START_LIMIT, ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ALIVE_LIMIT, START_LIMIT, ForeignGroup
 from rollout.wire.frames import recv_frame, send_frame
 
-MODULE = "rollout.weight_sync.transports.vllm_gloo_process"
+MODULE = "rollout.weight_sync.transports.foreign_gloo_process"
 
 
 class GlooMember:

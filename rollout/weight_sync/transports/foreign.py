@@ -22,10 +22,10 @@ from rollout.weight_sync.transports.base import (
     Receiver,
     Transport,
 )
-from rollout.weight_sync.transports.vllm_group import ForeignGroup, Member
+from rollout.weight_sync.transports.foreign_group import ForeignGroup, Member
 
 
-class VllmTransfer(Transport):
+class ForeignTransfer(Transport):
     """The verbs alone choose it: it has no sender of ours."""
 
     name = "foreign"
@@ -44,7 +44,7 @@ def make_member(wire: Mapping[str, Any], rank: int, device: str) -> Member:
     """A place for engine rank ``rank``: gloo on a CPU, NCCL on its CUDA device."""
     group = ForeignGroup(**wire)
     if device.split(":")[0] == "cpu":
-        from rollout.weight_sync.transports.vllm_gloo import GlooMember
+        from rollout.weight_sync.transports.foreign_gloo import GlooMember
 
         return GlooMember(group, group.rank_offset + rank)
     if group.name:

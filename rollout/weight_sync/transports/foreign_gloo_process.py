@@ -1,4 +1,4 @@
-"""The process that holds a place in a foreign gloo group; see ``vllm_gloo``.
+"""The process that holds a place in a foreign gloo group; see ``foreign_gloo``.
 
 The rank's end of the socket is its life line: when that closes, it ends at once.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rollout.distributed import gloo_group
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed, to_wire
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 from rollout.wire.frames import recv_frame, send_frame
 
 _FOREVER = timedelta(days=1)  # the rank keeps the time, and ends this process

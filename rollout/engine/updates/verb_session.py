@@ -3,8 +3,8 @@
     init --> start --> update ... --> finish          (vLLM's order; TRL, SkyRL and others speak it)
                  \\--> abort, or its deadline
 
-The bytes come over a group that the framework's trainer leads (``transports/vllm``), and fill the
-same transaction as every other transport's: staged, judged complete on every rank, committed at
+The bytes come over a group that the framework's trainer leads (``transports/foreign``), and fill
+the same transaction as every other transport's: staged, judged complete on every rank, committed at
 once. There is no stream that could hold the lease, so a deadline does: an update that no verb
 touches for that long is aborted. Whenever a broadcast may still be under way as an update fails,
 the ranks leave the group: a sender that waits is freed, and what it had left to send cannot be
@@ -27,7 +27,7 @@ from rollout.errors import UpdateInProgress, some
 from rollout.errors import VersionConflict as Conflict
 from rollout.weight_sync.protocol.label import check_label
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
-from rollout.weight_sync.transports.vllm_group import ForeignGroup
+from rollout.weight_sync.transports.foreign_group import ForeignGroup
 from rollout.weights import TensorMeta
 from rollout.weights.names import file_form
 
@@ -53,7 +53,7 @@ class VerbSession:
     """
 
     def __init__(self, target: VerbTarget) -> None:
-        self._of = target
+        self._target = target
         self._answers = VerbAnswers(self._verb_begins, self._verb_ends)
         self._lock = self._answers.lock
         self._open: VerbUpdate | None = None
@@ -211,7 +211,7 @@ class VerbSession:
                 check_label(label)
                 self._open.label = label
                 return
-        self._of.relabel(label)
+        self._target.relabel(label)
 
     def refuse(self, reason: str, caller: Caller = ANYBODY) -> None:
         """An update's announcement makes no sense: end it, as one that fails in ``update``."""
@@ -232,12 +232,15 @@ class VerbSession:
         """
 
         def act() -> UpdateReceipt:
-            if caller.update_id and (earlier := self._of.committed(caller.update_id)) is not None:
+            if (
+                caller.update_id
+                and (earlier := self._target.committed(caller.update_id)) is not None
+            ):
                 return earlier
             self._is_for(caller)
             if self._open is not None:
                 return self._commit(self._open, label)
-            last, live = self._committed, self._of.version
+            last, live = self._committed, self._target.version
             if last is not None and last.version == live:
                 return last
             now = "" if last is None else f", and version {live} is now"
@@ -253,7 +256,7 @@ class VerbSession:
         its id is said.
         """
         why = "aborted by abort_weight_update" + (f": {reason}" if reason else "")
-        if caller.update_id and self._of.give_up_prepared(caller.update_id, reason):
+        if caller.update_id and self._target.give_up_prepared(caller.update_id, reason):
             return True
         return self._end(why, caller.update_id) or (not caller.update_id and self._end_init(why))
 
@@ -282,7 +285,7 @@ class VerbSession:
 
     def _not_ended(self, caller: Caller) -> None:
         """``VersionConflict`` where the caller's update has ended, and how."""
-        earlier = self._of.committed(caller.update_id) if caller.update_id else None
+        earlier = self._target.committed(caller.update_id) if caller.update_id else None
         if earlier is not None:
             raise Conflict(f"update {caller.update_id} is live as version {earlier.version}")
 
@@ -311,7 +314,7 @@ class VerbSession:
         """Whether these are aliases that the last update committed without, and still is live."""
         names = {file_form(meta.name) for meta in tensors}
         last = self._committed
-        is_live = last is not None and last.version == self._of.version
+        is_live = last is not None and last.version == self._target.version
         return is_live and not self._starts and bool(names) and names <= self._late
 
     def _confirm(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
@@ -334,7 +337,7 @@ class VerbSession:
             update_id=update_id, timeout=timeout, deadline=deadline, in_flight=in_flight,
             implicit=implicit,
         )  # fmt: skip
-        self._open = update = self._of.begin(terms, partial=partial)
+        self._open = update = self._target.begin(terms, partial=partial)
         return update
 
     def _commit(self, update: VerbUpdate, label: str | None) -> UpdateReceipt:
