@@ -43,7 +43,7 @@ class Link:
     verbs: set[asyncio.Future[None]] = field(default_factory=set)  # of its front's ``Hold``
     place: str = ""  # of the memory that its ranks can map: ``place_of``
     relays: bool = False  # whether it takes bytes on to other hosts
-    apart: dict[str, float] = field(default_factory=dict)  # whom it did not reach: until when
+    unreached: dict[str, float] = field(default_factory=dict)  # by member: until when
     host: str = ""
     devices: tuple[str, ...] = ()  # its ranks' GPUs, if those can map others of their host:
     reaches: frozenset[str] = frozenset()  # which; ``cards_of``

@@ -366,15 +366,15 @@ class FleetChannel:
 
         def forward(part: Part) -> None:
             if (to := next_of.get(part.name)) is not None:
-                apart, began = self._transaction.links[part.name].apart, time.monotonic()
-                if began < apart.get(to.name, 0.0):
+                unreached, began = self._transaction.links[part.name].unreached, time.monotonic()
+                if began < unreached.get(to.name, 0.0):
                     to.fed_by = f"{FRONT}: {part.name} did not reach it lately"
                     return
                 wanted = self._transaction.links[to.name].forwarding(request, to.feed)
                 if problem := part.channel.forward(wanted):
                     to.fed_by = f"{FRONT}: {part.name} does not reach it: {problem}"[:300]
                     if time.monotonic() - began > SILENT:
-                        apart[to.name] = time.monotonic() + TRY_AGAIN
+                        unreached[to.name] = time.monotonic() + TRY_AGAIN
                 else:
                     to.feeder = to.fed_by = part.name
 
