@@ -13,7 +13,8 @@ from shared_engines import eventually
 from start_engines import outcome, start, trainer_job
 
 from rollout import Rollout, RolloutError, SamplingParams, WorkerDied
-from rollout.errors import ChecksumMismatch
+from rollout.engine.updates import turn
+from rollout.errors import ChecksumMismatch, EngineBroken, SourceFailed
 from rollout.testing.faults import Fault, Faulty
 
 BUCKET = 16 << 10  # the tiny model takes more than 20 of them
@@ -29,6 +30,51 @@ def wait_idle(engine: Rollout, within: float) -> None:
     while engine.weight_info().state != "idle":
         assert time.monotonic() < end, engine.weight_info().state
         time.sleep(0.02)
+
+
+def test_no_step_runs_by_what_an_update_without_staging_left_torn(
+    engine, fresh, checkpoints, monkeypatch
+) -> None:
+    """From the moment in which steps may run again the engine is known to be broken."""
+    control, end = engine._async.backend.core.control, turn.Turn.end
+    tokens: list[int] = []
+    known: list[int] = []
+    ended: list[RolloutError] = []
+    release = control.release
+
+    def released() -> None:
+        time.sleep(0.2)  # for what was computed before
+        known.append(len(tokens))
+        release()
+
+    def slowly(self, *args) -> None:
+        time.sleep(0.5 if known else 0)
+        end(self, *args)
+
+    def read() -> None:
+        try:
+            for output in engine.stream([5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True)):
+                tokens[:] = output.outputs[0].token_ids
+        except RolloutError as error:
+            ended.append(error)
+
+    def torn():
+        yield from list(weights(checkpoints["b"]).items())[:5]
+        raise ValueError("the trainer's own")
+
+    monkeypatch.setattr(control, "release", released)
+    monkeypatch.setattr(turn.Turn, "end", slowly)
+    reader = threading.Thread(target=read)
+    reader.start()
+    eventually(lambda: len(tokens) > 1, 20)
+    with pytest.raises(SourceFailed, match="the trainer's own"):
+        engine.update_weights(torn(), staging="none", timeout=20.0)
+    reader.join(20)
+    assert [type(error) for error in ended] == [EngineBroken]
+    assert known == [len(tokens)]
+    monkeypatch.undo()
+    engine.update_weights(weights(checkpoints["a"]))
+    assert outcome(engine) == fresh["a"]
 
 
 @pytest.fixture

@@ -468,6 +468,8 @@ class Lease:
                 self._tell_ranks(request)
                 if request.staging == "none" and self._touched:
                     broken = self._restore(request, reason)
+            if broken:  # before a step may run again, which would be by torn weights
+                self._engine.mark_broken(broken)
             if request.staging == "none":
                 self._engine.control.release()
             if self._drained:
@@ -475,7 +477,7 @@ class Lease:
             coordinator.adapters.release(self._slots)
         if failed and (told or request is not None):
             self._log_failure(reason, broken or self._engine.broken)
-        coordinator.turn.end(self, broken)
+        coordinator.turn.end(self)
 
     def _log_failure(self, reason: str, broken: str | None) -> None:
         """A warning in a service; where nobody else is connected, the caller has it as an error."""

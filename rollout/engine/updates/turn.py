@@ -88,18 +88,13 @@ class Turn:
         self.advance(holder, "prepared")
         self.prepared = holder
 
-    def end(self, holder: object, broken: str | None = None) -> None:
-        """``broken``: why live weights are not those of a single version, if they are not."""
+    def end(self, holder: object) -> None:
         with self._changed:
             if self.holder is not holder:
                 return
-            try:
-                if broken:
-                    self._engine.mark_broken(broken)
-            finally:
-                self.holder = self.prepared = None
-                self.state = "idle" if self._engine.broken is None else "broken"
-                self._changed.notify_all()
+            self.holder = self.prepared = None
+            self.state = "idle" if self._engine.broken is None else "broken"
+            self._changed.notify_all()
 
     @contextmanager
     def reading(self, timeout: float) -> Iterator[ReadLease]:
