@@ -7,20 +7,15 @@ import shutil
 import subprocess
 import threading
 import time
-from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
 
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
-from rollout.weight_sync.trainer.bucket_sender import BucketSender
-from rollout.weight_sync.trainer.transfer_stats import TransferStats
+from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
 from rollout.weight_sync.transports import cuda_ipc, find, ways
 from rollout.weight_sync.transports.base import EngineRank
 from rollout.weight_sync.transports.broadcast import choose_backend
@@ -246,36 +241,3 @@ def test_the_receiver_follows_the_engines_device() -> None:
     assert isinstance(
         find("ipc", "cuda:0").receiver(request, EngineRank(0, "cuda:0")), CudaIpcReceiver
     )
-
-
-def test_tensors_are_announced_before_they_are_digested() -> None:
-    """Ranks begin to read meanwhile, so that the device is not idle."""
-    done: list[str] = []
-
-    class Announces:
-        bytes_go, device, buffers = "channel", torch.device("cpu"), ()
-
-        def why_packed(self, channel: Any, tensor: torch.Tensor) -> None:
-            return None
-
-        def in_place(self, channel: Any, header: BucketHeader, regions: Any) -> None:
-            done.append(f"announced {len(regions)}")
-
-        def wait(self, channel: Any, index: int, timeout: float) -> None:
-            done.append(f"taken {index}")
-
-    class Stats(TransferStats):
-        def digest_in_place(self, *args: Any) -> None:
-            super().digest_in_place(*args)
-            done.append("digested")
-
-    channel: Any = SimpleNamespace(reads_in_place=True)
-    sender: Any = Announces()
-    settings: Any = {"bucket_bytes": 1 << 20, "timeout": 5.0, "digests": True, "small": True}
-    stats = Stats()
-    with closing(BucketSender(channel, sender, stats, **settings)) as buckets:
-        assert buckets.add_staying([("a", torch.ones(4)), ("b", torch.ones(3))])
-        buckets.flush()
-        assert buckets.failure is None
-    assert done == ["announced 2", "digested", "taken 0"]
-    assert [name for name, _ in stats.digests] == ["a", "b"]

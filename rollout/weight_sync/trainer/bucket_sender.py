@@ -269,11 +269,10 @@ class BucketSender:
     def _ship_in_place(
         self, header: BucketHeader, regions: Sequence[Tensor], tensors: Sequence[Tensor]
     ) -> None:
+        self._stats.digest_in_place(header, tensors, self._wire)
         started = time.perf_counter()
         self._sender.in_place(self._channel, header, regions)
         self._count(header, sum(tensor.nbytes for tensor in tensors), started)
-        # While ranks begin to read: a device would be idle meanwhile.
-        self._stats.digest_in_place(header, tensors, self._wire)
 
     def _reads_in_place(self, tensor: Tensor) -> bool:
         """Whether the engine, in this process, is to read the tensor where it lies."""
