@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import subprocess
 import sys
 import tempfile
@@ -95,8 +96,6 @@ def take_cpu_for_a_gpu() -> None:
 
 
 def mapped_tensor(memory: Any, *_: Any, **__: Any) -> torch.Tensor:
-    import ctypes
-
     found = memory.__cuda_array_interface__
     held: Any = (ctypes.c_uint8 * found["shape"][0]).from_address(found["data"][0])
     held.owner = memory

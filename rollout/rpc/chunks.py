@@ -6,6 +6,7 @@ protobuf would copy a chunk into its message, and the message into the wire's by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,9 @@ class Chunk:
         return b"".join((_TAG, _varint(len(self.chunk)), self.chunk))
 
 
-def document(noun: Any) -> Any:
-    """A noun of updates as a message."""
-    return pb.WeightDocument(json=to_json(noun))
+def document(noun: Any, write: Callable[[Any], bytes] = to_json) -> Any:
+    """A noun of updates as a message; ``write``: its JSON."""
+    return pb.WeightDocument(json=write(noun))
 
 
 def command_to_wire(command: Any) -> bytes:

@@ -113,7 +113,7 @@ class GrpcWeightChannel:
         if request.builds_on_live:
             self._check_partial()
         self._open(request)
-        self._send(begin=pb.WeightDocument(json=self._requests.to_json(request)))
+        self._send(begin=document(request, self._requests.to_json))
         event = self._reply("begun", request.timeout + GRACE)
         begun = from_json(Begun, event.json)
         self._begun = True

@@ -461,38 +461,39 @@ class Lease:
         if self._begun is not None:
             begun = replace(self._begun, wants=None)
             coordinator.ended.add(Outcome(begun=begun, receipt=self._committed, reason=self._ended))
-        broken = None
         if request is not None:
             if failed:
                 self._engine.counters.record_failed_update(request.update_id, reason)
                 self._tell_ranks(request)
                 if request.staging == "none" and self._touched:
-                    broken = self._restore(request, reason)
-            if broken:  # before a step may run again, which would be by torn weights
-                self._engine.mark_broken(broken)
+                    self._restore(request, reason)
             if request.staging == "none":
                 self._engine.control.release()
             if self._drained:
                 self._engine.control.undrain()
             coordinator.adapters.release(self._slots)
         if failed and (told or request is not None):
-            self._log_failure(reason, broken or self._engine.broken)
+            self._log_failure(reason)
         coordinator.turn.end(self)
 
-    def _log_failure(self, reason: str, broken: str | None) -> None:
+    def _log_failure(self, reason: str) -> None:
         """A warning in a service; where nobody else is connected, the caller has it as an error."""
         name = "an update" if self._asked is None else f"update {self._asked.update_id}"
         end = "was refused" if self._request is None else "failed"
-        serves = f"version {self._engine.version} serves on"
+        version, broken = self._engine.version, self._engine.broken
+        serves = "nothing serves" if broken else f"version {version} serves on"
         level = logging.WARNING if self._engine.counters.is_served else logging.INFO
-        log.log(level, "%s %s, %s: %s", name, end, "nothing serves" if broken else serves, reason)
+        log.log(level, "%s %s, %s: %s", name, end, serves, reason)
 
-    def _restore(self, request: UpdateRequest, reason: str) -> str | None:
-        """Restore the weights from before an unstaged update; else why the engine is broken."""
+    def _restore(self, request: UpdateRequest, reason: str) -> None:
+        """Restore the weights from before an unstaged update; else the engine is broken, before a
+        step may run again, which would be by torn weights.
+        """
+        torn = f"an update without staging failed midway: {reason}"
         if not self._base_is_whole:
-            return f"an update without staging failed midway: {reason}"
-        why = self._coordinator.restore(request.timeout)
-        return why and f"an update without staging failed midway: {reason}; going back: {why}"
+            self._engine.mark_broken(torn)
+        elif why := self._coordinator.restore(request.timeout):
+            self._engine.mark_broken(f"{torn}; going back: {why}")
 
     def _drain(self, request: UpdateRequest) -> None:
         if request.in_flight == "wait" and not self._drained:

@@ -66,7 +66,7 @@ class WeightSyncService:
         offers = served(info.transports)
         if "cards" not in request.features:
             info = replace(info, reaches=(), hosts=())
-        return pb.WeightDocument(json=self._infos.to_json(replace(info, transports=offers)))
+        return document(replace(info, transports=offers), self._infos.to_json)
 
     @answers
     async def Decide(self, request: Any) -> Any:  # noqa: N802
