@@ -7,8 +7,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Tests start many processes, which begin sooner from compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One worker for each core; a file's tests stay on one worker, so that its engines start once.
-WORKERS ?= 2
+# Three on two cores, as many tests wait; a file's tests stay on one, so that its engines start once.
+WORKERS ?= 3
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick more again clients browser soak cards docs lint types unit install clean

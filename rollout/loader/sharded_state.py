@@ -56,7 +56,10 @@ def save_shard(
     half = path.with_suffix(".part")
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        half.touch()
+        mode = half.stat().st_mode
         save_file(tensors, half, metadata={MARK: json.dumps(boxes), SAVE: save})
+        half.chmod(mode)  # safetensors 0.8 makes files that only their owner may read
         os.replace(half, path)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):

@@ -78,6 +78,9 @@ def test_what_ranks_saved_starts_engines_of_any_number_of_ranks(tiny, other, tmp
             client.save_sharded_state(tmp_path / "x")
     names = sorted(path.name for path in (tmp_path / "state").glob("rank-*"))
     assert names == [f"rank-{i:05d}-of-{saved_by:05d}.safetensors" for i in range(saved_by)]
+    (tmp_path / "other").touch()  # others may read them as far as the umask allows
+    modes = {(tmp_path / path).stat().st_mode for path in ("other", *(f"state/{n}" for n in names))}
+    assert len(modes) == 1
     for size, load_format in ((1, "auto"), (3 - saved_by, "sharded_state")):
         with Rollout(
             str(tmp_path / "state"), tensor_parallel_size=size, load_format=load_format, **CPU
