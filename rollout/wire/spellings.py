@@ -296,6 +296,8 @@ def _grammar(kind: str) -> str:
     return f"use structured_outputs={{{{{kind!r}: ...}}}}"
 
 
+_ALWAYS_LOGPROBS = "leave it out: logprobs of the sampled tokens always come"
+
 SAMPLING = Spellings(
     same={
         "max_new_tokens": "max_tokens",
@@ -322,7 +324,13 @@ SAMPLING = Spellings(
         "length_penalty": "beams are not searched: ask for n samples",
         "logits_processors": "no code of callers runs in the engine: use logit_bias, "
         "allowed_token_ids, bad_words or structured_outputs",
+        "extra_args": "no code of callers runs in the engine, which would read them",
+        "custom_params": "no code of callers runs in the engine, which would read them",
         "truncate_prompt_tokens": "send what fits",
+        "return_logprob": _ALWAYS_LOGPROBS,
+        "flat_logprobs": "leave it out: logprobs of the sampled tokens are flat lists",
+        "output_kind": "leave it out: generate() gives what is finished, stream() all so far",
+        "stop_regex": "use stop, or structured_outputs={{'regex': ...}} for the whole answer",
         "guided_decoding": "use structured_outputs",
         "response_format": 'use structured_outputs={{"json": schema}} or {{"json_object": True}}',
         "json_schema": _grammar("json"),
@@ -368,7 +376,6 @@ VERBS = Spellings(
         "lora_request": 'use SamplingParams(adapter="name")',
         "lora_path": 'use SamplingParams(adapter="name")',
         "priority": "first come is first served",
-        "return_logprob": "leave it out: logprobs of the sampled tokens always come",
         "stream": "use stream(prompt, params)",
         "timeout": "end it by Ctrl-C, by asyncio.timeout() around AsyncRollout's, or by abort(id)",
         "flush_cache": "leave it out: no cached KV outlives its weights",

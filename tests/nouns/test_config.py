@@ -47,6 +47,9 @@ def test_a_setting_in_another_engines_words_is_told_in_ours(theirs, words) -> No
     [
         ({"max_new_tokens": 4}, "unknown sampling parameter 'max_new_tokens'; here it is 'max_tok"),
         ({"guided_json": {}}, "use structured_outputs={'json': ...}"),
+        ({"output_kind": 2}, "leave it out: generate() gives what is finished"),
+        ({"return_logprob": True}, "logprobs of the sampled tokens always come"),
+        ({"stop_regex": "a+"}, "use stop, or structured_outputs={'regex': ...}"),
         ({"do_sample": True}, "temperature=0 is greedy"),
         ({"temprature": 1.0}, "did you mean 'temperature'?"),
     ],
