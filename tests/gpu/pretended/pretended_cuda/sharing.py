@@ -66,6 +66,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[mmap.mmap, Path | None]] = {}
+        self._own: set[str] = set()  # names of what was allocated here
 
     def allocate(self, nbytes: int) -> int:
         if nbytes > 1 << 40:
@@ -84,8 +85,7 @@ class Runtime:
 
     def open(self, handle: bytes) -> int:
         name = handle.rstrip(b"\0").decode()
-        own = {path.name for _, path in self._held.values() if path is not None}
-        if name in own or name.startswith(f"/proc/{os.getpid()}/"):
+        if name in self._own or name.startswith(f"/proc/{os.getpid()}/"):
             raise TransferFailed("cudaIpcOpenMemHandle failed: invalid device context (201)")
         if name.startswith("/proc/"):
             try:
@@ -95,6 +95,8 @@ class Runtime:
         return self._map(Path(tempfile.gettempdir(), name), own=False)
 
     def around(self, pointer: int) -> Allocation:
+        if (begun := self._held.get(pointer)) is not None:
+            return Allocation(pointer, len(begun[0]), False)
         for start, (memory, _) in [*self._held.items()]:  # other threads map and free
             if start <= pointer < start + len(memory):
                 return Allocation(start, len(memory), False)
@@ -110,6 +112,7 @@ class Runtime:
     def free(self, pointer: int) -> None:
         _, path = self._held.pop(pointer)
         assert path is not None
+        self._own.remove(path.name)
         path.unlink()
 
     def _map(self, path: Path, *, own: bool) -> int:
@@ -117,4 +120,6 @@ class Runtime:
             memory = mmap.mmap(file.fileno(), 0)
         pointer = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
         self._held[pointer] = memory, path if own else None
+        if own:
+            self._own.add(path.name)
         return pointer
