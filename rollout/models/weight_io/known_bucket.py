@@ -43,8 +43,9 @@ class KnownBucket:
             if (whole := elements.get((index, dtype))) is None:
                 if not self._is_flat(region, index):
                     return None
-                size = dtype.itemsize
-                whole = elements[index, dtype] = region[: region.numel() // size * size].view(dtype)
+                if over := region.numel() % dtype.itemsize:
+                    region = region[:-over]
+                whole = elements[index, dtype] = region.view(dtype)
             at = whole.storage_offset() + first
             found.append(whole.as_strided(shape, strides, at))
         return found

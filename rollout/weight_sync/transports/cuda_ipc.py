@@ -2,8 +2,8 @@
 
 Tensors that stay where they are during the update are read there: their allocations' handles come
 with the announcement, ranks map each once, and unmap it when the update ends. Nothing is kept
-between updates: freeing memory that another process has mapped is undefined, and to map a model of
-8 B parameters anew took 3 ms. What cannot be mapped is packed into buckets.
+between updates: freeing memory that another process has mapped is undefined. What cannot be mapped
+is packed into buckets.
 
 For the buckets the sender owns one allocation made by the CUDA runtime itself: memory of torch's
 caching allocator cannot be shared once ``expandable_segments`` is on. It holds a page of flags, one
@@ -80,6 +80,7 @@ _LEAST_HALF = 1 << 20  # twice that is a block of the driver's: what is shorter 
 _OPEN, _CLOSED = 1, 2
 _FREE_WAIT, _FREE_POLL = 60.0, 0.05  # seconds
 _OPEN_WAIT = 2.0  # seconds from mapping the memory to setting the flag
+_NOT_UNMAPPED = "a sender's GPU memory could not be unmapped: %s"
 _log = logging.getLogger(__name__)
 
 
@@ -378,8 +379,8 @@ class CudaIpcReceiver:
         owner = self._owner(uuid)
         self._reads = torch.cuda.current_stream(self._device)
         with torch.cuda.device(owner):
-            mapped = _Mapped((shared.secret, handle), size, owner, self._reads, self._flag)
-            self._memory = torch.as_tensor(mapped, device=owner)
+            flagged = _Flagged((shared.secret, handle), size, owner, self._reads, self._flag)
+            self._memory = torch.as_tensor(flagged, device=owner)
 
     def _owner(self, uuid: str) -> torch.device:
         """The GPU of this UUID, looked for once an update."""
@@ -398,21 +399,23 @@ class CudaIpcReceiver:
         mapped, memory = self._mapped, self._memory
         if memory is None:
             raise TransferFailed(f"rank {self._rank}: the transfer was given up")
-        for text in header.regions:
+        new: dict[torch.device, list[tuple[str, int, bytes]]] = {}
+        for text in dict.fromkeys(header.regions):
             if text not in mapped:
-                mapped[text] = self._map(text, memory)
+                owner, size, handle = self._read(text)
+                new.setdefault(owner, []).append((text, size, handle))
+        for owner, found in new.items():
+            regions = _Regions(self._shared.secret, owner, self._reads, memory)
+            tensors = regions.map([(size, handle) for _, size, handle in found])
+            mapped |= zip((text for text, _, _ in found), tensors, strict=True)
         return [mapped[text] for text in header.regions]
 
-    def _map(self, text: str, memory: Tensor) -> Tensor:
+    def _read(self, text: str) -> tuple[torch.device, int, bytes]:
         try:
             uuid, size, handle = read_handle(text, self._shared.secret)
         except ValueError as error:
             raise self._refused(str(error)) from error
-        owner = self._owner(uuid)
-        with torch.cuda.device(owner):
-            at = self._shared.secret, handle
-            region = _Region(at, size, owner, self._reads, memory)
-            return torch.as_tensor(region, device=owner)
+        return self._owner(uuid), size, handle
 
     def close(self) -> None:
         # Unmapped when the last view is gone; the flag is cleared after all else.
@@ -423,15 +426,61 @@ class CudaIpcReceiver:
         return TransferFailed(f"rank {self._rank}: the shared GPU memory is refused: {why}")
 
 
-class _Shared(ForeignMemory):
-    """Memory of a sender: of another process by its handle, of this one as it lies there."""
+class _Regions:
+    """Allocations of a sender's own, as long as the update or a view of one of them lasts.
 
-    def __init__(self, at: SharedAt, nbytes: int, device: torch.device, reads: Any) -> None:
+    All of one bucket together: what is asked of CUDA for hundreds of them is asked once, where it
+    can be. ``memory``: that with the flags, which says that this process is reading until these are
+    gone. ``reads``: the stream of what reads them.
+    """
+
+    def __init__(self, secret: str, owner: torch.device, reads: Any, memory: Tensor) -> None:
+        self._secret, self._owner, self._reads, self._memory = secret, owner, reads, memory
+        self._runtime = cuda_memory.runtime()
+        self._opened: list[int] = []
+
+    def map(self, wanted: Sequence[tuple[int, bytes]]) -> list[Tensor]:
+        """uint8 [bytes] of each (bytes, handle): of this process as it lies here."""
+        own, runtime, found = cuda_memory.own_handles(), self._runtime, []
+        with torch.cuda.device(self._owner):
+            for nbytes, handle in wanted:
+                start = own.get((self._secret, handle))
+                if start is None:
+                    start = runtime.open(handle)
+                    self._opened.append(start)
+                around = runtime.around(start)
+                if around.start + around.nbytes < start + nbytes:
+                    mapped = around.start + around.nbytes - start
+                    raise TransferFailed(f"{mapped} bytes were mapped, {nbytes} announced")
+                at = ForeignMemory(start, nbytes, keeps=self)
+                found.append(torch.as_tensor(at, device=self._owner))
+        return found
+
+    def __del__(self) -> None:
+        if not self._opened:
+            return
+        try:
+            self._reads.synchronize()  # a launch may still read them
+            with torch.cuda.device(self._owner):
+                while self._opened:
+                    self._runtime.close(self._opened.pop())
+        except (TransferFailed, RuntimeError) as error:
+            _log.warning(_NOT_UNMAPPED, error)
+
+
+class _Flagged(ForeignMemory):
+    """A sender's memory in this process: flagged while it is open, unmapped at its end."""
+
+    def __init__(
+        self, at: SharedAt, nbytes: int, device: torch.device, reads: Any, flag: int
+    ) -> None:
         """``reads``: the stream of what reads it."""
         self._runtime, self._device, self._reads = cuda_memory.runtime(), device, reads
+        self._flag, self._writes = flag, torch.cuda.current_stream(device).cuda_stream
         own = cuda_memory.own_handles().get(at)
         self._opened = own is None
         super().__init__(self._runtime.open(at[1]) if own is None else own, nbytes)
+        self._runtime.set_byte(self.pointer + flag, _OPEN, self._writes)
 
     def __del__(self) -> None:
         if not getattr(self, "pointer", 0):
@@ -439,44 +488,11 @@ class _Shared(ForeignMemory):
         try:
             self._reads.synchronize()  # a launch may still read it
             with torch.cuda.device(self._device):
-                self._leave()
+                self._runtime.set_byte(self.pointer + self._flag, _CLOSED, self._writes)
                 if self._opened:
                     self._runtime.close(self.pointer)
         except (TransferFailed, RuntimeError) as error:
-            _log.warning("a sender's GPU memory could not be unmapped: %s", error)
-
-    def _leave(self) -> None:
-        """Nothing reads it any more."""
-
-
-class _Region(_Shared):
-    """An allocation of the sender's own, as long as the update or a view lasts.
-
-    ``memory``: that with the flags, which says that this process is reading until this is gone.
-    """
-
-    def __init__(
-        self, at: SharedAt, nbytes: int, device: torch.device, reads: Any, memory: Tensor
-    ) -> None:
-        self._memory = memory
-        super().__init__(at, nbytes, device, reads)
-        found = self._runtime.around(self.pointer)
-        if found.start + found.nbytes < self.pointer + nbytes:
-            raise TransferFailed(f"{found.nbytes} bytes were mapped, {nbytes} announced")
-
-
-class _Mapped(_Shared):
-    """A sender's memory in this process: flagged while it is open, unmapped at its end."""
-
-    def __init__(
-        self, at: SharedAt, nbytes: int, device: torch.device, reads: Any, flag: int
-    ) -> None:
-        self._flag, self._writes = flag, torch.cuda.current_stream(device).cuda_stream
-        super().__init__(at, nbytes, device, reads)
-        self._runtime.set_byte(self.pointer + flag, _OPEN, self._writes)
-
-    def _leave(self) -> None:
-        self._runtime.set_byte(self.pointer + self._flag, _CLOSED, self._writes)
+            _log.warning(_NOT_UNMAPPED, error)
 
 
 def _free(

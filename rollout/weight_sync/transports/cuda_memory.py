@@ -11,9 +11,8 @@ from __future__ import annotations
 import ctypes
 import hmac
 import struct
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 from uuid import UUID
 
 import torch
@@ -24,13 +23,15 @@ from rollout.errors import ConfigError, TransferFailed
 FLAGS = 4096  # bytes: a page
 _FORM = struct.Struct("<16s16sQ16s64s")  # mark, UUID, bytes, secret, CUDA's handle
 _MAGIC = b"rollout-cuda-1"
+_PADDED_MAGIC = _MAGIC.ljust(16, b"\0")
 _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 # Of CUpointer_attribute: where an allocation begins, its bytes, and whether it has handles of IPC.
 _ATTRIBUTES = (ctypes.c_int * 3)(11, 12, 10)
+_Answers = ctypes.c_uint64 * len(_ATTRIBUTES)
+_Places = ctypes.c_void_p * len(_ATTRIBUTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """One of the driver's, around an address; ``shareable``: by handles of CUDA IPC."""
 
     start: int
@@ -95,8 +96,7 @@ class Runtime:
         return ctypes.string_at(ctypes.addressof(found), 64)
 
     def open(self, handle: bytes) -> int:
-        pointer, wanted = ctypes.c_void_p(), _Handle()
-        ctypes.memmove(ctypes.addressof(wanted), handle, 64)
+        pointer, wanted = ctypes.c_void_p(), _Handle.from_buffer_copy(handle)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), wanted, _PEER_ACCESS)
         return int(pointer.value or 0)
 
@@ -108,13 +108,13 @@ class Runtime:
 
         Memory of torch's expandable segments, and of CUDA's own pools, is not shareable.
         """
-        found = tuple((ctypes.c_uint64 * 1)() for _ in _ATTRIBUTES)
-        into = (ctypes.c_void_p * len(found))(*map(ctypes.addressof, found))
+        found = _Answers()
+        at = ctypes.addressof(found)
         # All at once: each question is a call of the driver.
         code = self._drivers().cuPointerGetAttributes(
-            len(found), _ATTRIBUTES, into, ctypes.c_uint64(pointer)
+            len(found), _ATTRIBUTES, _Places(at, at + 8, at + 16), ctypes.c_uint64(pointer)
         )
-        start, size, legacy = (each[0] for each in found)
+        start, size, legacy = found
         if code or not start:
             raise TransferFailed(f"the driver knows nothing of the address {pointer:#x} ({code})")
         return Allocation(start, size, bool(legacy & 0xFF))
@@ -180,9 +180,14 @@ def read_handle(text: str, secret: str) -> tuple[str, int, bytes]:
     if len(raw) != _FORM.size:
         raise ValueError(f"a handle of {len(raw)} bytes, not {_FORM.size}")
     magic, uuid, size, marked, handle = _FORM.unpack(raw)
-    if magic.rstrip(b"\0") != _MAGIC or not hmac.compare_digest(marked, bytes.fromhex(secret)):
+    if magic != _PADDED_MAGIC or not hmac.compare_digest(marked, bytes.fromhex(secret)):
         raise ValueError("it is not marked as this update's")
-    return str(UUID(bytes=uuid)), size, handle
+    return _uuid_text(uuid), size, handle
+
+
+@lru_cache(64)
+def _uuid_text(uuid: bytes) -> str:
+    return str(UUID(bytes=uuid))
 
 
 def whole_pages(nbytes: int) -> int:
@@ -192,11 +197,11 @@ def whole_pages(nbytes: int) -> int:
 class ForeignMemory:
     """Memory that torch may look at but does not own (the CUDA array interface).
 
-    A tensor made of it keeps this object alive.
+    A tensor made of it keeps this object alive, and so what it ``keeps``.
     """
 
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.pointer = pointer
+    def __init__(self, pointer: int, nbytes: int, keeps: object = None) -> None:
+        self.pointer, self.keeps = pointer, keeps
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
