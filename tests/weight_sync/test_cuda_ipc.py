@@ -7,8 +7,11 @@ import shutil
 import subprocess
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -131,6 +134,51 @@ def test_a_rank_refuses_memory_that_it_cannot_trust_or_reach(
     receiver = CudaIpcReceiver(shared, 0, FLAGS, torch.device("cuda", 0))
     with pytest.raises(TransferFailed, match=why):
         receiver.connect(1.0)
+
+
+class Cuda:
+    """Allocations of 4096 bytes at 4096 times a handle's first byte; in place of torch's part, a
+    region is the object that a tensor would keep alive.
+    """
+
+    def __init__(self) -> None:
+        self.open_now: list[int] = []
+
+    def open(self, handle: bytes) -> int:
+        self.open_now.append(4096 * handle[0])
+        return self.open_now[-1]
+
+    def close(self, pointer: int) -> None:
+        self.open_now.remove(pointer)
+
+    def around(self, pointer: int) -> Allocation:
+        return Allocation(pointer, 4096, shareable=True)
+
+
+def test_a_buckets_regions_are_unmapped_with_the_last_view_and_none_reaches_beyond_what_was_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = Cuda()
+    torch_ = SimpleNamespace(cuda=SimpleNamespace(device=lambda _: nullcontext()))
+    torch_.as_tensor = lambda region, device: region
+    monkeypatch.setattr(cuda_ipc, "torch", torch_)
+    monkeypatch.setattr(cuda_ipc.cuda_memory, "runtime", lambda: cuda)
+    reads = SimpleNamespace(synchronize=lambda: None)
+    wanted = [(4096, bytes([index]) * 64) for index in (1, 2)]
+
+    def mapped(sizes_and_handles: list[tuple[int, bytes]]) -> list[Any]:
+        regions = cuda_ipc._Regions(SECRET, torch.device("cpu"), reads, torch.zeros(1))
+        return list(regions.map(sizes_and_handles))
+
+    first, second = mapped(wanted)
+    assert [first.pointer, second.pointer] == [4096, 8192]
+    del first
+    assert cuda.open_now == [4096, 8192]
+    del second
+    assert not cuda.open_now
+    with pytest.raises(TransferFailed, match="4096 bytes were mapped, 4097 announced"):
+        mapped([*wanted, (4097, bytes([3]) * 64)])
+    assert not cuda.open_now
 
 
 def test_memory_is_free_when_no_rank_has_it_open() -> None:
