@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 import torch
 from adapted_models import adapted
 from safetensors.torch import load_file, save_file
+from shared_engines import eventually
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
@@ -103,6 +105,35 @@ def test_other_weights_and_settings_are_named_where_tokens_differ(journaled, cap
         replay(where / "journal", "nobody")
     assert main(["replay", "x"]) == 2
     assert "--journal DIR" in capsys.readouterr().err
+
+
+def test_tokens_of_a_prompt_that_other_weights_computed_in_part_are_not_run_again(
+    journaled, tmp_path, capsys
+):
+    """An update and its rollback came while the prompt was computed: its middle is of others."""
+    model, journal = str(journaled[0] / "tiny"), str(tmp_path / "journal")
+    files = load_file(f"{model}/model.safetensors")
+    weights = {name: value + 0.01 for name, value in files.items()}
+    with Rollout(
+        model, device="cpu", num_threads=1, skip_tokenizer_init=True, deterministic=True,
+        journal=journal, max_num_batched_tokens=2, async_scheduling=False,
+    ) as engine:  # fmt: skip
+        for _ in range(20):
+            asked = engine.stream(list(range(3, 103)), SamplingParams(max_tokens=4))
+            reader = ThreadPoolExecutor(1).submit(lambda asked=asked: list(asked)[-1])
+            eventually(lambda: engine.metrics().running == 1, 20)
+            engine.update_weights(weights)
+            engine.rollback()
+            output = reader.result(20)
+            [sample] = output.outputs
+            if len(sample.kv_spans) == 3 and len(sample.weight_versions) == 1:
+                break
+    assert len(sample.kv_spans) == 3
+    assert main(["replay", output.request_id, "--journal", journal]) == 1
+    said = capsys.readouterr().out
+    assert "sample 0: none of 4 tokens was run again" in said
+    assert "because: what versions with other weights computed" in said
+    assert "report" not in said
 
 
 def test_a_kernel_that_computes_something_else_is_named_with_its_token_and_layer(

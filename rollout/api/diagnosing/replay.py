@@ -103,6 +103,8 @@ class ReplayReport:
         return lines
 
     def _because(self) -> str:
+        if all(sample.first_difference is None for sample in self.samples):
+            return "what versions with other weights computed cannot be run again by these"
         if self.differing and self.differing[0].startswith(ADAPTER):
             return (
                 "the adapter is another than the one that the tokens came from: give the directory "
@@ -262,7 +264,8 @@ def _layer_of(name: str) -> str:
 def _again(
     engine: Rollout, found: JournaledRequest, index: int, usable: set[int] | None
 ) -> SampleReplay:
-    then, count, note = found.samples[index], _reach(found.samples[index], usable), ""
+    then, note = found.samples[index], ""
+    count = _reach(then, len(found.prompt_token_ids), usable)
     if count < len(then.token_ids):
         note = f"what follows token {count} was computed by a version with other weights"
     if not count:
@@ -307,12 +310,12 @@ def _judged(
     )
 
 
-def _reach(sample: JournaledSample, usable: set[int] | None) -> int:
-    """How many tokens one of the ``usable`` versions has given, with the KV before them."""
+def _reach(sample: JournaledSample, prompt_len: int, usable: set[int] | None) -> int:
+    """How many tokens the ``usable`` versions have given, with the KV of all that was before."""
     total = len(sample.token_ids)
     if usable is None:
         return total
-    if any(span.version not in usable for span in sample.kv_spans[:1]):
+    if any(s.version not in usable for s in sample.kv_spans if s.start < prompt_len):
         return 0
     return min((s.start for s in sample.weight_versions if s.version not in usable), default=total)
 
