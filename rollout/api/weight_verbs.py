@@ -210,8 +210,10 @@ class WeightVerbs:
         ranks. Components go to directories of their names in it. Generation waits meanwhile, and
         each rank takes as much host memory as it has weights. Returns the version of those
         weights: commits of adapters alone, which are not saved, leave it. Where the engine is this
-        process's own and not quantised; else ``ConfigError``. Where some ranks failed, no engine
-        starts from what is there: save again.
+        process's own and not quantised; else ``ConfigError``. An update with ``staging="none"``
+        that is under way is waited for (``UpdateInProgress`` at ``timeout``), and a broken engine
+        saves nothing (``EngineBroken``). Where some ranks failed, no engine starts from what is
+        there: save again.
         """
         return self._backend.save_sharded_state(as_path(path, "path"), check_timeout(timeout))
 

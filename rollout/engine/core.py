@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -61,6 +62,7 @@ from rollout.errors import (
     EngineClosed,
     InvalidRequest,
     RolloutError,
+    UpdateInProgress,
     WorkerDied,
     some,
 )
@@ -73,6 +75,7 @@ from rollout.wire.frames import Reply, dtype_from_name
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_LOOK = 0.05  # seconds between two looks at whether an update is over
 
 
 class EngineCore:
@@ -249,7 +252,7 @@ class EngineCore:
 
     def save_sharded_state(self, directory: Path, timeout: float) -> int:
         """Write every rank's live weights, config and tokenizer to ``directory``; returns their
-        version, ``base_version``.
+        version, ``base_version``. Waits while an update overwrites them.
         """
         if self.config.quantization != "none":
             raise ConfigError(
@@ -259,7 +262,18 @@ class EngineCore:
             )
         save = f"{self.epoch}:{self.base_version}:{secrets.token_hex(8)}"
         args = {"directory": str(directory.absolute()), "save": save}
-        replies = self.call_between_steps("save_shard", args, "save_shard", timeout)
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                replies = self.call_between_steps(
+                    "save_shard", args, "save_shard", left, check=self._check_not_overwritten
+                )
+                break
+            except UpdateInProgress:
+                if left < 2 * _LOOK:
+                    raise
+                time.sleep(_LOOK)
         try:
             copy_side_files(Path(self._directory), directory)
         except OSError as error:
@@ -408,9 +422,15 @@ class EngineCore:
         return self._executor.call(method, args, tensors)
 
     def call_between_steps(
-        self, method: str, args: Mapping[str, Any], phase: str, timeout: float
+        self,
+        method: str,
+        args: Mapping[str, Any],
+        phase: str,
+        timeout: float,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Reply]:
-        """A call that may take longer than a step may: every rank's reply, by rank.
+        """A call that may take longer than a step may: every rank's reply, by rank. What ``check``
+        raises just before it is raised instead.
 
         Until all have replied no step begins, nor anything else that waits for a step boundary:
         behind this call on the ranks its own deadline would pass. ``timeout`` seconds end the
@@ -420,6 +440,7 @@ class EngineCore:
         asked: list[Future[Reply]] = []
 
         def boundary() -> None:
+            check()
             asked.extend(self.call(method, args))
             wait(asked)  # until the ranks have replied or end
 
@@ -498,6 +519,14 @@ class EngineCore:
         """Raise ``EngineBroken`` if the live weights are not those of a single version."""
         if self.broken is not None:
             raise EngineBroken(self.control.broken_text)
+
+    def _check_not_overwritten(self) -> None:
+        """At a step boundary: raise where what the ranks hold live is no single version."""
+        self.check_whole()
+        if self.loop.pause_state.is_frozen_by("hold"):
+            raise UpdateInProgress(
+                "an update without staging overwrites the live weights: save once it has ended"
+            )
 
     def mark_broken(self, reason: str | None) -> None:
         """Refuse generation with ``EngineBroken`` and end pending requests; None: healthy again."""

@@ -14,7 +14,7 @@ from start_engines import outcome, start, trainer_job
 
 from rollout import Rollout, RolloutError, SamplingParams, WorkerDied
 from rollout.engine.updates import turn
-from rollout.errors import ChecksumMismatch, EngineBroken, SourceFailed
+from rollout.errors import ChecksumMismatch, EngineBroken, SourceFailed, UpdateInProgress
 from rollout.testing.faults import Fault, Faulty
 
 BUCKET = 16 << 10  # the tiny model takes more than 20 of them
@@ -75,6 +75,37 @@ def test_no_step_runs_by_what_an_update_without_staging_left_torn(
     monkeypatch.undo()
     engine.update_weights(weights(checkpoints["a"]))
     assert outcome(engine) == fresh["a"]
+
+
+def test_what_an_update_without_staging_overwrites_is_not_saved(engine, checkpoints, tmp_path):
+    """Neither while it is half written, nor once it was left so."""
+    half, go = threading.Event(), threading.Event()
+
+    def torn():
+        yield from list(weights(checkpoints["b"]).items())[:5]
+        half.set()
+        go.wait(20)
+        raise ValueError("the trainer's own")
+
+    def fails() -> None:
+        with pytest.raises(SourceFailed, match="the trainer's own"):
+            engine.update_weights(torn(), staging="none", timeout=20.0)
+
+    trainer = threading.Thread(target=fails)
+    trainer.start()
+    half.wait(20)
+    try:
+        with pytest.raises(UpdateInProgress, match="overwrites the live weights: save once"):
+            engine.save_sharded_state(tmp_path, timeout=0.2)
+    finally:
+        go.set()
+        trainer.join(20)
+    with pytest.raises(EngineBroken, match="failed midway"):
+        engine.save_sharded_state(tmp_path)
+    assert not list(tmp_path.iterdir())
+    version = engine.update_weights(weights(checkpoints["a"])).version
+    assert engine.save_sharded_state(tmp_path) == version
+    assert engine.check_weights(tmp_path).equal
 
 
 @pytest.fixture
