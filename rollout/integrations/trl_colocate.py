@@ -29,6 +29,7 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 
 _LOOK = 0.2  # seconds between looks at whether the update has ended
 _PUSH = 600.0  # seconds that a trainer may take for its next tensor
+_BUFFER = ".e_score_correction_bias"  # of routers
 Item = tuple[str, Tensor]
 
 
@@ -43,6 +44,10 @@ def colocate(**engine_config: Any) -> None:
     def start(**said: Any) -> LLM:
         return LLM(**said, engine_config=engine_config)
 
+    generation = vllm_generation.VLLMGeneration
+    if not hasattr(generation, "_iter_parameters"):  # else this was called before
+        generation._iter_parameters = generation._iter_named_params
+        generation._iter_named_params = _parameters_and_buffers
     vllm_generation.LLM = start
     vllm_generation.SamplingParams = _params
     vllm_generation.StructuredOutputsParams = dict
@@ -199,6 +204,14 @@ def _tree(load_weights: Any, max_model_len: int) -> Any:
     executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
     config = SimpleNamespace(max_model_len=max_model_len)
     return SimpleNamespace(model_executor=executor, model_config=config)
+
+
+def _parameters_and_buffers(generation: Any) -> Iterator[Item]:
+    """TRL goes over parameters alone; what is a buffer to transformers makes the model whole."""
+    yield from generation._iter_parameters()
+    for name, buffer in generation.model.named_buffers():
+        if name.endswith(_BUFFER) and "original_module" not in name:
+            yield generation._fix_param_name_to_vllm(name, ["modules_to_save.default."]), buffer
 
 
 def _params(**said: Any) -> SamplingParams:

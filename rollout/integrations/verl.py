@@ -40,7 +40,7 @@ class Server:
     """One replica: tokens in, tokens out. A Ray actor; its ranks are processes on its node.
 
     ``apart``: the trainer may be on another node. Weights are then taken on the node's own address,
-    by a token; else on loopback. ``routed_experts``: whether every answer brings them.
+    by a token; else on loopback. ``defaults``: sampling parameters where a request says nothing.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Server:
         limits: dict[str, int],
         *,
         apart: bool = False,
-        routed_experts: bool = False,
+        **defaults: Any,
     ) -> None:
         self._rollout = AsyncRollout(model, **settings)
-        self._limits, self._apart, self._routed_experts = limits, apart, routed_experts
+        self._limits, self._apart, self._defaults = limits, apart, defaults
         self._token = secrets.token_urlsafe(32) if apart else None
         self._rejecting = False  # requests that come while generation is paused
         self._steps: dict[int, int] = {}  # the trainer's step by version
@@ -157,8 +157,7 @@ class Server:
         if given.get("prompt_logprobs") is not None and given.get("temperature", 1.0) >= 1e-5:
             given.setdefault("prompt_temperature", given.get("temperature", 1.0))
         given |= {"max_tokens": max(1, min(asked, room))}
-        given |= {"return_routed_experts": True} if self._routed_experts else {}
-        return SamplingParams.from_dict(given)
+        return SamplingParams.from_dict({**self._defaults, **given})
 
     def _answer(self, output: RequestOutput, top: int) -> TokenOutput:
         [sample] = output.outputs
@@ -189,6 +188,11 @@ class Server:
 class Replica(RolloutReplica):  # type: ignore[misc]
     """Starts one ``Server`` on the node of its first worker; tensor parallel within that node."""
 
+    async def sleep(self) -> None:
+        """verl calls it in any case, and wakes up only where memory changes hands."""
+        if self.config.free_cache_engine and self.rollout_mode is not RolloutMode.STANDALONE:
+            await super().sleep()
+
     async def launch_servers(self) -> None:
         if self.nnodes > 1:
             raise ConfigError(
@@ -218,7 +222,9 @@ class Replica(RolloutReplica):  # type: ignore[misc]
             _settings(config, longest),
             limits,
             apart=apart,
-            routed_experts=config.enable_rollout_routing_replay,
+            return_routed_experts=config.enable_rollout_routing_replay,
+            ignore_eos=config.ignore_eos,
+            repetition_penalty=config.repetition_penalty,
         )
         self.servers.append(handle)
         self._server_handle = handle
@@ -266,7 +272,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
                 f"makes deltas itself: use backend=naive, or backend={NAME} with encoding=delta"
             )
         if kwargs.get("peft_config") is not None and kwargs.get("base_sync_done"):
-            raise ConfigError("adapters are not served by themselves: set lora merge=True")
+            raise ConfigError("adapters are not served by themselves: set model.lora.merge=True")
         if not self.is_leader_rank:
             await drain(weights)
             return

@@ -9,7 +9,7 @@ rollout's workers      nothing: the weights go to the engines' own ranks
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,9 +103,9 @@ class TransportEngine(CheckpointEngine):  # type: ignore[misc]
 
     async def _send(self, engines: FanOut, weights: Any) -> list[UpdateReceipt]:
         if isinstance(weights, AsyncIterator):
-            items = pulled(weights, asyncio.get_running_loop())
+            items = _whole(pulled(weights, asyncio.get_running_loop()))
             return await asyncio.to_thread(on_this_stream(partial(engines.update, items)))
-        return engines.update(iter(weights))  # here, where the trainer's collectives belong
+        return engines.update(_whole(weights))  # here, where the trainer's collectives belong
 
     def _close(self) -> None:
         if self._engines is not None:
@@ -135,6 +135,14 @@ def pulled(
         if item is None:
             return
         yield item
+
+
+def _whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Of a model with adapters that are not merged verl sends this way the base alone."""
+    for name, tensor in weights:
+        if ".base_layer." in name:
+            raise ConfigError(f"{name} comes without its adapter: set model.lora.merge=True")
+        yield name, tensor
 
 
 async def _next(weights: AsyncIterator[tuple[str, Tensor]]) -> tuple[str, Tensor] | None:

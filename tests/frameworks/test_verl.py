@@ -39,11 +39,13 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
         write_tiny(path, seed=seed, tokenizer=True)
     got = run("verl_job.py", *models, over=CLIENT)[-1]
     asked = {"temperature": 1.0, "max_tokens": 8, "seed": 3, "ignore_eos": True}
-    told = []
+    told, penalised = [], []
     for path in models:
         with Rollout(str(path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
             [output] = rollout.generate([[5, 6, 7]], asked)
             told.append(output.outputs[0])
+            [output] = rollout.generate([[5, 6, 7]], {**asked, "repetition_penalty": 1.5})
+            penalised.append(output.outputs[0])
     for name, sample, step in (("first", told[0], 10), ("second", told[1], 11)):
         output = got[name]
         assert output["token_ids"] == sample.token_ids
@@ -60,7 +62,15 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     assert (partial["extra_fields"]["min_global_steps"]) == 11
     assert (partial["extra_fields"]["max_global_steps"]) == 12
     assert (got["rejected"]["token_ids"], got["rejected"]["stop_reason"]) == ([], "aborted")
-    assert got["back"]["token_ids"] == got["first"]["token_ids"]
+    for name in ("back", "awake"):
+        assert got[name]["token_ids"] == got["first"]["token_ids"]
+    # Where a request says nothing, verl's configuration does.
+    for name in ("penalised", "last"):
+        assert got[name]["token_ids"] == penalised[0].token_ids
+    assert penalised[0].token_ids != told[0].token_ids
+    # Adapters that are not merged: nothing went live without them.
+    assert "q_proj.base_layer.weight comes without its adapter" in got["unmerged"]
+    assert got["last"]["extra_fields"]["global_steps"] == 12
 
 
 @pytest.mark.more

@@ -47,9 +47,8 @@ sync, generate = trainer.vllm_generation.sync_weights, trainer.vllm_generation.l
 
 def watched_sync():
     sync()
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    norm = float(sum(p.double().norm() for p in weights.values()))
-    report = llm.rollout.check_weights(weights)
+    norm = float(sum(p.detach().double().norm() for p in model.parameters()))
+    report = llm.rollout.check_weights(model.state_dict())
     found["syncs"].append({"equal": report.equal, "norm": norm, "digest": llm.receipts[-1].digest})
 
 

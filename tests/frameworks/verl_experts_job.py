@@ -21,7 +21,8 @@ PROMPT, SPOILT = [5, 6, 7], [60, 5]
 async def course():
     server = Server(
         sys.argv[1], {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64},
-        {"prompt_length": 32, "response_length": 32, "max_model_len": 64}, routed_experts=True,
+        {"prompt_length": 32, "response_length": 32, "max_model_len": 64},
+        return_routed_experts=True,
     )  # fmt: skip
     try:
         asked = {"temperature": 0.0, "max_tokens": 8, "logprobs": True, "ignore_eos": True}

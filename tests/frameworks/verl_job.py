@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "rollout.integrations.verl"
@@ -14,11 +15,16 @@ os.environ.update(RANK="0", RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_DASHBOARD="
 
 import ray
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from verl.utils.fsdp_utils import collect_lora_params, replace_lora_wrapper
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
-from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
+
+from rollout.integrations.verl_checkpoint import TransportEngine
 
 torch.set_num_threads(1)
 model, other = sys.argv[1:]
@@ -46,9 +52,27 @@ config = RolloutConfig(
     name="rollout", mode="async", prompt_length=32, response_length=448, dtype="float32",
     tensor_model_parallel_size=1, max_num_seqs=16, max_num_batched_tokens=256, load_format="auto",
     engine_kwargs={"rollout": {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64}},
-    free_cache_engine=True,
+    free_cache_engine=True, ignore_eos=True, repetition_penalty=1.5,
 )  # fmt: skip
 where = SimpleNamespace(path=model, local_path=model)
+
+
+async def sent_apart(replica):
+    """What verl sends to a rollout apart of a model with adapters that it does not merge."""
+    said = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(other), said)
+    params = collect_lora_params(peft, layered_summon=False, base_sync_done=False)
+    params = {replace_lora_wrapper(name, said): value for name, value in params.items()}
+    engine = TransportEngine(bucket_size=1 << 20, is_master=True)
+    engine.init_process_group(
+        [(replica.server_handle, *await replica.server_handle.reached_at.remote())]
+    )
+    try:
+        await engine.send_weights(iter(params.items()), global_steps=13)
+    except Exception as error:
+        return str(error)
+    finally:
+        engine._close()
 
 
 async def course():
@@ -64,7 +88,8 @@ async def course():
     client = OneServer(
         replica.server_handle, SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=server))
     )
-    asked = {"temperature": 1.0, "max_tokens": 8, "logprobs": True, "seed": 3, "ignore_eos": True}
+    asked = {"temperature": 1.0, "max_tokens": 8, "logprobs": True, "seed": 3}
+    asked |= {"repetition_penalty": 1.0}  # as verl's agent loops say; ``ignore_eos`` they leave out
 
     async def once(name):
         output = await LLMServerClient.generate(
@@ -113,6 +138,16 @@ async def course():
     found["rejected"] = await once("e")
     await replica.resume_generation()
     found["back"] = await once("f")
+    # Whom nobody would wake up does not sleep, though verl says so.
+    replica.config = replace(config, free_cache_engine=False)
+    await replica.sleep()
+    replica.config, replica.rollout_mode = config, RolloutMode.STANDALONE
+    await replica.sleep()
+    found["awake"] = await asyncio.wait_for(once("g"), 60)
+    del asked["repetition_penalty"]
+    found["penalised"] = await once("h")
+    found["unmerged"] = await sent_apart(replica)
+    found["last"] = await once("h")
     adapter._rollout.shutdown()
     await replica.servers[0].shutdown.remote()
     return found
