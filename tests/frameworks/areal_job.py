@@ -1,6 +1,6 @@
 """AReaL's own client, as it is installed, against one server; prints what it saw as JSON.
 
-python areal_job.py ADDRESS CHECKPOINT WEIGHTS.safetensors FOLDER
+python areal_job.py ADDRESS CHECKPOINT WEIGHTS.safetensors FOLDER ADAPTERS
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUP = "update_weight_group_0"
 
 
 def main() -> None:
-    address, checkpoint, weights, folder = sys.argv[1:]
+    address, checkpoint, weights, folder, adapters = sys.argv[1:]
     torch.set_num_threads(1)
     name_resolve.reconfigure(NameResolveConfig(nfs_record_root=f"{folder}/names"))
     config = InferenceEngineConfig(
@@ -51,13 +51,17 @@ def main() -> None:
         engine.offload()
         engine.onload(tags=["weights", "kv_cache"])
         told["after"] = generate(engine, 6, greedy=True)
+        config.use_lora = True
+        told["adapters"] = [adapted(engine, f"{adapters}/{n}", n) for n in (1, 2)]
     finally:
         engine.destroy()
     print(json.dumps(told))
 
 
 def generate(engine: RemoteSGLangEngine, count: int, *, greedy: bool = False) -> dict:
-    gconfig = GenerationHyperparameters(max_new_tokens=count, greedy=greedy, ignore_eos=True)
+    gconfig = GenerationHyperparameters(
+        max_new_tokens=count, greedy=greedy, ignore_eos=True, lora_name="policy"
+    )
     request = ModelRequest(input_ids=list(PROMPT), gconfig=gconfig)
     answer = asyncio.run(engine.agenerate(request))
     return {
@@ -85,6 +89,19 @@ def interrupted(engine: RemoteSGLangEngine, address: str, checkpoint: str) -> di
         engine.set_version(1)
         engine.continue_generation()
         return running.result(120)
+
+
+def adapted(engine: RemoteSGLangEngine, path: str, version: int) -> dict:
+    """A sample of the next adapter; the one before it is unloaded."""
+    name = names.update_weights_from_disk("e", "t", engine.get_version())
+    name_resolve.add(name, str(time.time()), replace=True)
+    meta = WeightUpdateMeta(
+        type="disk", path=path, use_lora=True, lora_name="policy", version=version,
+        lora_keep_versions=1, clear_checkpoint_after_load=False,
+    )  # fmt: skip
+    engine.update_weights_from_disk(meta).result(60)
+    engine.set_version(version)
+    return generate(engine, 6, greedy=True)
 
 
 def refused(address: str) -> str:
