@@ -295,9 +295,13 @@ def test_an_update_beside_the_first_step_after_a_sleep_loads_the_shadow_of_that_
         assert go_on.wait(30)
         return make()
 
+    def step() -> Model | None:
+        with torch.inference_mode():
+            return instances.prepare_shadow()
+
     monkeypatch.setattr(live, "empty_like", slowly)
     with ThreadPoolExecutor(2) as threads:
-        captured = threads.submit(instances.prepare_shadow)
+        captured = threads.submit(step)
         assert begun.wait(30)
         load = threads.submit(instances.open_shadow, True)
         time.sleep(0.2)  # in which it comes to where it waits

@@ -336,6 +336,7 @@ class ModelInstances:
         self._shadow_is = self._revert = self._written = self._diff = None
         self._kept = None
 
+    @torch.inference_mode(False)  # a step may ask for it: updates write to it outside of that mode
     def prepare_shadow(self) -> Model | None:
         """The shadow, made with the live weights in it where there is none, so that steps can be
         captured over it; None where it lies elsewhere. It holds no version to go back to. What an
