@@ -3,15 +3,17 @@
     python benchmarks/gpu.py [--out DIRECTORY] [--only SECTION,...] [--seconds 530] [--dry-run]
 
 Every section runs by itself: what fails prints its error, and the next one goes on. A section that
-has used up its seconds is cut where it looks at its clock; one that would begin too late is left
-out and says so. Rates stand beside the copy bandwidth and the matrix product's rate measured in the
-same run. ``--dry-run`` goes the same ways with tiny shapes on a CPU, Triton's kernels in its
-interpreter: its figures mean nothing. Needs torch, triton, transformers, grpcio and safetensors.
+has used up its seconds is cut where it looks at its clock; one with less than half of them left is
+left out and says so; one that hangs ends the run in the end, and shows where. Rates stand beside
+the copy bandwidth and the matrix product's rate measured in the same run. ``--dry-run`` goes the
+same ways with tiny shapes on a CPU, Triton's kernels in its interpreter: its figures mean nothing.
+Needs torch, triton, transformers, grpcio and safetensors; "streams" what ``rollout serve`` needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import importlib
 import json
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+GRACE = 10.0  # seconds behind those "for everything", after which it ends by force
 
 
 @dataclass
@@ -105,13 +109,14 @@ def main(title: str, module: str, name: str) -> int:
         print("no CUDA device here; --dry-run goes the same ways on a CPU", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
+    faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
     report, ends = Report(args.dry_run, file=args.out / name), time.monotonic() + args.seconds
     wanted = [each for each in args.only.split(",") if each] or [each for each, _, _ in sections]
     for name, budget, run in sections:
         if name not in wanted:
             continue
         left = ends - time.monotonic()
-        if left < 5:
+        if left < budget / 2:
             report.errors[name] = "left out: no time"
             continue
         _run(report, name, min(budget, left), run)
@@ -127,7 +132,7 @@ def _run(report: Report, name: str, seconds: float, run: Any) -> None:
     report.deadline = started + seconds
     try:
         run(report)
-    except Exception as error:  # noqa: BLE001 - one section's failure is no other's
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - one section's failure is no other's
         traceback.print_exc()
         report.errors[name] = f"{type(error).__name__}: {error}"[:2000]
     report.seconds[name] = time.monotonic() - started

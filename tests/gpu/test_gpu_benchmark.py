@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_every_section_runs_dry(tmp_path: Path, name: str, sections: int, row: s
 
 
 LOST = """
-import os, signal, torch
+import os, signal, sys, torch
 
 def fails(report):
     report.add("before it", 1, "s")
@@ -53,19 +54,34 @@ def fails(report):
 def lose():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+def exits(report):
+    sys.exit("a service did not start")
+
 def is_killed(report):
     report.add("after it", 2, "s")
     os.kill(os.getpid(), signal.SIGKILL)
 
-SECTIONS = (("fails", 9, fails), ("is-killed", 9, is_killed))
+SECTIONS = (("fails", 9, fails), ("exits", 9, exits), ("is-killed", 9, is_killed))
+"""
+HANGS = """
+import threading
+
+def hangs(report):
+    report.add("before it", 1, "s")
+    threading.Event().wait()
+
+SECTIONS = (("too-late", 9, hangs), ("hangs", 1, hangs))
 """
 
 
-def test_a_section_that_loses_the_device_or_the_process_costs_no_figure(tmp_path: Path) -> None:
-    (tmp_path / "lost_sections.py").write_text(LOST)
-    code = "import gpu; gpu.main('', 'lost_sections', 'gpu')"
+def _run(
+    tmp_path: Path, sections: str, *options: str
+) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """Of a benchmark of these sections: how it ended, and its results."""
+    (tmp_path / "these_sections.py").write_text(sections)
+    code = "import gpu; gpu.GRACE = 0.1; gpu.main('', 'these_sections', 'gpu')"
     done = subprocess.run(
-        [sys.executable, "-c", code, "--dry-run", "--out", str(tmp_path / "out")],
+        [sys.executable, "-c", code, "--dry-run", "--out", str(tmp_path / "out"), *options],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "benchmarks")]),
@@ -74,7 +90,20 @@ def test_a_section_that_loses_the_device_or_the_process_costs_no_figure(tmp_path
         text=True,
         timeout=120,
     )
+    return done, json.loads((tmp_path / "out/gpu.json").read_text())
+
+
+def test_a_section_that_loses_the_device_or_the_process_costs_no_figure(tmp_path: Path) -> None:
+    done, found = _run(tmp_path, LOST)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    found = json.loads((tmp_path / "out/gpu.json").read_text())
     assert [row["name"] for row in found["rows"]] == ["before it", "after it"]
     assert "an illegal memory access" in found["errors"]["fails"]
+    assert "a service did not start" in found["errors"]["exits"]
+
+
+def test_a_section_that_hangs_ends_the_run_and_shows_where(tmp_path: Path) -> None:
+    done, found = _run(tmp_path, HANGS, "--seconds", "2")
+    assert done.returncode == 1, done.stdout
+    assert "in hangs" in done.stderr
+    assert [(row["section"], row["name"]) for row in found["rows"]] == [("hangs", "before it")]
+    assert found["errors"] == {"too-late": "left out: no time"}
