@@ -352,7 +352,7 @@ SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
     ("decode-8b", 90, decode("8b")),
     ("updates-1b", 60, updates("1b")),
     ("updates-8b", 80, updates("8b")),
-    ("streams-8b", 90, streams("8b")),
+    ("streams-8b", 150, streams("8b")),
     ("rl-1b", 120, rl("1b")),
     ("fleet-1b", 60, fleet("1b")),
     ("logprobs", 30, logprobs),
