@@ -38,6 +38,7 @@ from rollout.kernels import silu_mul
 from rollout.kernels.silu_mul import cpu
 
 PROMPT = [3, 1, 4, 1, 5]
+LONG = [*range(3, 103)] * 4
 DRAWN = SamplingParams(n=2, max_tokens=12, temperature=0.9, top_p=0.95, ignore_eos=True)
 
 
@@ -119,7 +120,7 @@ def test_tokens_of_a_prompt_that_other_weights_computed_in_part_are_not_run_agai
         journal=journal, max_num_batched_tokens=2, async_scheduling=False,
     ) as engine:  # fmt: skip
         for _ in range(20):
-            asked = engine.stream(list(range(3, 103)), SamplingParams(max_tokens=4))
+            asked = engine.stream(LONG, SamplingParams(max_tokens=4, ignore_eos=True))
             reader = ThreadPoolExecutor(1).submit(lambda asked=asked: list(asked)[-1])
             eventually(lambda: engine.metrics().running == 1, 20)
             engine.update_weights(weights)
@@ -134,6 +135,42 @@ def test_tokens_of_a_prompt_that_other_weights_computed_in_part_are_not_run_agai
     assert "sample 0: none of 4 tokens was run again" in said
     assert "because: what versions with other weights computed" in said
     assert "report" not in said
+
+
+def test_a_context_that_was_computed_again_is_named_where_its_tokens_do_not_come_again(
+    journaled, tmp_path
+):
+    """A rollback came while the prompt was computed, and its KV was dropped after the first token:
+    of what that token saw nothing is left.
+    """
+    model, journal = str(journaled[0] / "tiny"), str(tmp_path / "journal")
+    files = load_file(f"{model}/model.safetensors")
+    with Rollout(
+        model, device="cpu", num_threads=1, skip_tokenizer_init=True, deterministic=True,
+        journal=journal, max_num_batched_tokens=2, async_scheduling=False,
+    ) as engine:  # fmt: skip
+
+        def read():
+            for output in engine.stream(LONG, SamplingParams(max_tokens=40, ignore_eos=True)):
+                if len(output.outputs[0].token_ids) == 1:
+                    engine.reset_prefix_cache(reset_running_requests=True)
+            return output
+
+        for _ in range(20):
+            engine.update_weights({name: value * 3 + 0.5 for name, value in files.items()})
+            reader = ThreadPoolExecutor(1).submit(read)
+            eventually(lambda: engine.metrics().running == 1, 20)
+            version = engine.rollback().version
+            output = reader.result(20)
+            made = [span.version for span in output.outputs[0].weight_versions]
+            if made == [version]:
+                break
+    assert made == [version]
+    report = replay(journal, output.request_id)
+    assert not report.same
+    assert "because: weights, settings and kernels are the same: if its KV was computed again" in (
+        "\n".join(report.lines())
+    )
 
 
 def test_a_kernel_that_computes_something_else_is_named_with_its_token_and_layer(

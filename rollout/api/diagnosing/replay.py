@@ -125,7 +125,11 @@ class ReplayReport:
                 "without deterministic=True bits depend on the batch, and a near tie between two "
                 "tokens may fall the other way"
             )
-        return "weights, settings and kernels are the same: this should not be, please report it"
+        return (
+            "weights, settings and kernels are the same: if its KV was computed again after an "
+            "update (it was preempted, slept, or dropped its cache), what its tokens saw before is "
+            "lost; else this should not be, please report it"
+        )
 
 
 def replay(
