@@ -88,3 +88,9 @@ def test_what_is_not_served_is_refused_at_once(
     reply = sample(http, **more)
     assert reply.status_code == status
     assert words in reply.json()["detail"]
+
+
+def test_training_is_refused_by_name(http: httpx.Client) -> None:
+    reply = http.post("/api/v1/create_model", json={})
+    assert reply.status_code == 404
+    assert "trains elsewhere" in reply.json()["error"]["message"]

@@ -33,6 +33,7 @@ _INSTEAD: Mapping[str, str] = {
     "/models": "use GET /v1/models",
     "/api/generate": _OLLAMA,
     "/api/chat": _OLLAMA,
+    "/api/v1": "Tinker's SDK samples here alone; it trains elsewhere",
     "/docs": "docs/openai.md and docs/serving.md list what is served",
 }
 
