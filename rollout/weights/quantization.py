@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -110,8 +111,9 @@ class Scheme:
             return codes.float()
         if self.codes == "e4m3":
             return codes.view(torch.float8_e4m3fn).float()
-        table = torch.tensor((*_LEVELS, *(-v for v in _LEVELS)), device=codes.device)
-        return table[torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).int()]
+        return _levels(codes.device)[
+            torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).int()
+        ]
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         (n, k), (rows, columns) = x.shape, self.cell(x.shape)
@@ -145,6 +147,12 @@ class Scheme:
         codes = torch.where(low % 2 == 0, low, high) | (torch.signbit(scaled).long() << 3)
         codes = codes.to(torch.uint8).view(len(codes), -1, 2)
         return codes[..., 0] | (codes[..., 1] << 4)
+
+
+@cache
+def _levels(device: torch.device) -> Tensor:
+    """By their four bits; kept, since a step that is captured copies nothing from the host."""
+    return torch.tensor((*_LEVELS, *(-v for v in _LEVELS)), device=device)
 
 
 def _powers(largest: Tensor) -> tuple[Tensor, Tensor]:

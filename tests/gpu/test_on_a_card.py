@@ -430,6 +430,17 @@ def test_weights_are_quantised_on_a_card_as_on_a_cpu(name: str) -> None:
     assert [torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True)] == [True, True]
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
+def test_weights_that_captured_steps_dequantise_give_what_a_cpu_gives(
+    tiny_qwen3: Path, name: str
+) -> None:
+    found = []
+    for device in ("cuda", "cpu"):
+        with card_engine(tiny_qwen3, device=device, quantization=name, staging="none") as engine:
+            found.append(greedy_tokens(engine))
+    assert found[0] == found[1]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
 def test_two_ranks_give_what_one_gives(tiny_qwen3: Path, trained: Any) -> None:
     """With captured collectives, before and after an update."""

@@ -71,6 +71,17 @@ MISTAKES = {
         "with torch.cuda.graph(torch.cuda.CUDAGraph()):\n"
         "    x.sum().item()"
     ),
+    "a copy from the host: operation not permitted when stream is capturing": (
+        "with torch.cuda.graph(torch.cuda.CUDAGraph()):\n    torch.tensor([1.0], device='cuda')"
+    ),
+    "[[-1.0, 3.0]]": (  # is captured
+        "from rollout.weights.quantization import MXFP4\n"
+        "codes, graph = torch.full((1, 1), 0x5A, device='cuda'), torch.cuda.CUDAGraph()\n"
+        "MXFP4.values(codes)\n"
+        "with torch.cuda.graph(graph):\n"
+        "    found = MXFP4.values(codes)\n"
+        "raise SystemExit(str(found.tolist()))"
+    ),
     "a tensor of the host": (
         "import triton, triton.language as tl\n"
         "from rollout.kernels import silu_mul\n"

@@ -42,6 +42,7 @@ from pretended_cuda.timeline import (
     refuse_other_device,
     set_stream,
     synchronize,
+    wait,
 )
 
 MEMORY = 4 << 30
@@ -77,6 +78,8 @@ def _factory(make: Callable[..., Any]) -> Callable[..., Any]:
             return keep(make(*args, **kwargs))
         if torch.device(device).index is None:
             refuse_other_device(make.__name__)
+        if make.__name__ in ("tensor", "as_tensor"):
+            wait("a copy from the host")
         run = done(functools.partial(make, *plain_of(args), **{**kwargs, "device": "cpu"}))
         found = run()
         if not make.__name__.startswith("empty"):
