@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import write_tiny
 
 from rollout import kernels
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.worker.cuda_graphs import padded_sizes, wants_graphs
 from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
+from rollout.engine.worker.graph_sets import GraphSets
 from rollout.engine.worker.prefill_inputs import (
     PrefillInputs,
     PrefillShape,
@@ -252,6 +254,17 @@ def test_padded_prompts_change_no_row_and_no_page(lengths: list[int]) -> None:
 def test_a_cpu_captures_nothing() -> None:
     for value in ("auto", "on", True):
         assert not wants_graphs(EngineConfig(model="m", cuda_graphs=value), CPU, True)
+
+
+def test_attention_without_a_kernel_is_not_captured(tmp_path: Path) -> None:
+    """Its reference reads lengths on the host, and an engine would not start."""
+    write_tiny(tmp_path, "deepseek_v3", num_layers=1, kv_lora_rank=512, qk_rope_head_dim=64)
+    config, found = ModelConfig.from_directory(tmp_path), []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_model(config, TensorParallel(), dtype, torch.device("meta"))
+        sets = GraphSets(EngineConfig(model="m"), model, torch.device("cuda"), False)
+        found.append(sets.wanted)
+    assert found == [False, triton_runs()]
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

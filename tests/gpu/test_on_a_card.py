@@ -430,6 +430,16 @@ def test_weights_are_quantised_on_a_card_as_on_a_cpu(name: str) -> None:
     assert [torch.equal(a.cpu(), b) for a, b in zip(found, wanted, strict=True)] == [True, True]
 
 
+def test_heads_that_have_no_kernel_give_what_a_cpu_gives(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "deepseek_v3", num_layers=1, vocab_size=96, kv_lora_rank=512,
+               qk_rope_head_dim=64)  # fmt: skip
+    found = []
+    for device in ("cuda", "cpu"):
+        with card_engine(tmp_path, device=device, staging="none") as engine:
+            found.append(greedy_tokens(engine))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
 def test_weights_that_captured_steps_dequantise_give_what_a_cpu_gives(
     tiny_qwen3: Path, name: str

@@ -23,6 +23,7 @@ from rollout.engine.worker.kv_cache import KVCache
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances
+from rollout.kernels.paged_attention import has_gpu_kernel
 from rollout.models.causal_lm import CausalLM
 from rollout.models.forward import ForwardBatch
 from rollout.models.model import Model
@@ -41,8 +42,11 @@ class GraphSets:
     ) -> None:
         self._config, self._device, self._draws = config, device, draws
         own, arch = model.policy, model.config
-        # Neither states nor experts of codes, whose numbers the host reads, fit into a graph.
+        # Neither states nor experts of codes, nor attention without a kernel, whose numbers the
+        # host reads, fit into a graph.
         counts = arch.moe is not None and config.quantization != "none"
+        _, heads, dim = arch.cached_heads(model.tp.size)
+        counts = counts or not has_gpu_kernel(heads, dim, own.build.dtype)
         fits = isinstance(own, CausalLM) and not arch.recurrent_layers and not counts
         #: whether any step is captured
         self.wanted = not arch.labels and wants_graphs(config, device, fits)

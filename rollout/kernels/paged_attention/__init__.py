@@ -5,6 +5,7 @@ from torch import Tensor
 
 from rollout.kernels.op import op
 
+WIDE = 512  # elements of a head, of which all heads of a group are attended to at once on a GPU
 _QUERY_ROWS = 256  # bounds the score matrix of a long prefill
 
 
@@ -93,6 +94,13 @@ def has_few_queries(tokens: int, sequences: int) -> bool:
     filled with.
     """
     return tokens <= 2 * sequences
+
+
+def has_gpu_kernel(kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
+    """Whether a GPU has a kernel for heads of so many elements. The reference, which runs where it
+    has none, reads numbers of the batch on the host, and so fits into no graph.
+    """
+    return dim <= (2 * WIDE if kv_heads == 1 and dtype.itemsize == 2 else WIDE)
 
 
 def _attend(

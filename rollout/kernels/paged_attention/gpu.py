@@ -27,11 +27,11 @@ from rollout.kernels.gpu_launch import (
     sequence_of,
 )
 from rollout.kernels.gpu_support import multiprocessors
-from rollout.kernels.paged_attention import has_few_queries
+from rollout.kernels.paged_attention import WIDE, has_few_queries, has_gpu_kernel
 from rollout.kernels.paged_attention import paged_attention as op
 
 _MAX_SPLITS = 32
-_WIDE, _WIDE_GROUP = 512, 16  # of heads wider than that so many are attended to at once
+_WIDE_GROUP = 16  # of heads wider than WIDE so many are attended to at once
 _WAVES = 2  # programs per multiprocessor that splitting aims at
 _LOG2_E = 1.4426950408889634
 _TO_LOG2 = tl.constexpr(_LOG2_E)
@@ -67,7 +67,7 @@ def paged_attention(
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     group, decodes = heads // kv_heads, has_few_queries(tokens, len(context_lens))
-    if dim > _WIDE and group > _WIDE_GROUP:
+    if dim > WIDE and group > _WIDE_GROUP:
         parts = []
         for first in range(0, heads, _WIDE_GROUP):
             of = slice(first, first + _WIDE_GROUP)
@@ -90,8 +90,7 @@ def paged_attention(
 def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     alike = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in FLOATS
     dense = k_cache.is_contiguous() and v_cache.is_contiguous()
-    most = 2 * _WIDE if k_cache.shape[1] == 1 and q.element_size() == 2 else _WIDE
-    return alike and dense and q.shape[2] <= most
+    return alike and dense and has_gpu_kernel(k_cache.shape[1], q.shape[2], q.dtype)
 
 
 def batch_invariant_attention(
@@ -108,7 +107,7 @@ def batch_invariant_attention(
 ) -> Tensor:
     """One size of tile for prefill and decode, keys never split."""
     arguments = (q, k_cache, v_cache, query_starts, context_lens, block_tables)
-    if not takes(q, k_cache, v_cache) or q.shape[2] > _WIDE:
+    if not takes(q, k_cache, v_cache) or q.shape[2] > WIDE:
         return op.reference(*arguments, scale, window, softcap, sinks)
     tiles = _prefill_tiles(q.shape[1] // k_cache.shape[1], q.shape[2], q.dtype)
     return attend(*arguments, scale, tiles, window, softcap, sinks)
@@ -197,7 +196,7 @@ def _prefill_tiles(group: int, dim: int, dtype: torch.dtype) -> Tiles:
     wide = dtype == torch.float32 or dim > 128
     rows = max(64 if wide else 128, power_of_2(group))
     if dim > 256:
-        rows = max(16 if dim > _WIDE else 32, power_of_2(group))
+        rows = max(16 if dim > WIDE else 32, power_of_2(group))
     # Compared on a card, heads of 128: 128 keys at a time were faster but for a few short prompts.
     keys = _keys(dim, dtype, 64) if wide else 128
     return Tiles(rows, rows // group, keys, 1, warps=8 if rows >= 128 else 4, stages=2)
