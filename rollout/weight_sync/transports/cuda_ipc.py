@@ -192,6 +192,7 @@ class CudaIpcSender(Sender):
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._runtime = cuda_memory.runtime()
         self._secret = secret = secrets.token_hex(16)
+        self._runtime.enter()
         needed = sum(meta.nbytes + 512 for meta in info.tensors)
         # Of a fleet there may be members that map nothing.
         if not deals and self._map_all(staying()):
@@ -270,6 +271,7 @@ class CudaIpcSender(Sender):
         self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
     ) -> None:
         """Announce where the tensors lie within the allocations around them."""
+        self._runtime.enter()  # on a thread of the sender's own
         handles: dict[str, int] = {}
         places = []
         for region in regions:

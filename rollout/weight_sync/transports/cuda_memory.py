@@ -82,6 +82,12 @@ class Runtime:
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._driver: ctypes.CDLL | None = None
 
+    def enter(self) -> None:
+        """Make this thread one of the current GPU's context, as the driver wants it before the
+        runtime has been asked for anything.
+        """
+        self._call("cudaFree", ctypes.c_void_p(0))
+
     def allocate(self, nbytes: int) -> int:
         pointer = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ class Runtime:
     def __init__(self) -> None:
         self._held: dict[int, tuple[mmap.mmap, Path | None]] = {}
         self._own: set[str] = set()  # names of what was allocated here
+        self._threads: set[int] = set()  # that have a context, as the driver wants it
+
+    def enter(self) -> None:
+        self._threads.add(threading.get_ident())
 
     def allocate(self, nbytes: int) -> int:
         if nbytes > 1 << 40:
@@ -95,6 +100,7 @@ class Runtime:
         return self._map(Path(tempfile.gettempdir(), name), own=False)
 
     def around(self, pointer: int) -> Allocation:
+        assert threading.get_ident() in self._threads, "the driver is asked without a context"
         if (begun := self._held.get(pointer)) is not None:
             return Allocation(pointer, len(begun[0]), False)
         for start, (memory, _) in [*self._held.items()]:  # other threads map and free
@@ -104,6 +110,7 @@ class Runtime:
         return Allocation(pointer, 1 << 62, False) if found is None else found
 
     def set_byte(self, pointer: int, value: int, stream: int) -> None:
+        self.enter()
         ctypes.memset(pointer, value, 1)
 
     def close(self, pointer: int) -> None:
@@ -116,6 +123,7 @@ class Runtime:
         path.unlink()
 
     def _map(self, path: Path, *, own: bool) -> int:
+        self.enter()
         with path.open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
         pointer = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
