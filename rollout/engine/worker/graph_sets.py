@@ -46,8 +46,8 @@ class GraphSets:
         # host reads, fit into a graph.
         counts = arch.moe is not None and config.quantization != "none"
         _, heads, dim = arch.cached_heads(model.tp.size)
-        counts = counts or not has_gpu_kernel(heads, dim, own.build.dtype)
-        fits = isinstance(own, CausalLM) and not arch.recurrent_layers and not counts
+        attends = has_gpu_kernel(heads, dim, own.build.dtype)
+        fits = isinstance(own, CausalLM) and attends and not arch.recurrent_layers and not counts
         #: whether any step is captured
         self.wanted = not arch.labels and wants_graphs(config, device, fits)
         self.flips = config.staging in ("auto", "device")

@@ -80,7 +80,6 @@ _LEAST_HALF = 1 << 20  # twice that is a block of the driver's: what is shorter 
 _OPEN, _CLOSED = 1, 2
 _FREE_WAIT, _FREE_POLL = 60.0, 0.05  # seconds
 _OPEN_WAIT = 2.0  # seconds from mapping the memory to setting the flag
-_NOT_UNMAPPED = "a sender's GPU memory could not be unmapped: %s"
 _log = logging.getLogger(__name__)
 
 
@@ -380,9 +379,8 @@ class CudaIpcReceiver:
             raise self._refused(str(error)) from error
         owner = self._owner(uuid)
         self._reads = torch.cuda.current_stream(self._device)
-        with torch.cuda.device(owner):
-            flagged = _Flagged((shared.secret, handle), size, owner, self._reads, self._flag)
-            self._memory = torch.as_tensor(flagged, device=owner)
+        flagged = _Flagged(shared.secret, owner, self._reads, self._flag)
+        self._memory = flagged.map(size, handle)
 
     def _owner(self, uuid: str) -> torch.device:
         """The GPU of this UUID, looked for once an update."""
@@ -428,73 +426,87 @@ class CudaIpcReceiver:
         return TransferFailed(f"rank {self._rank}: the shared GPU memory is refused: {why}")
 
 
-class _Regions:
+class _Mapping:
+    """Memory of a sender: of another process by its handles, of this one as it lies there.
+
+    Unmapped when the last view of it is gone. ``reads``: the stream of what reads it.
+    """
+
+    def __init__(self, secret: str, owner: torch.device, reads: Any) -> None:
+        self._opened: list[int] = []
+        self._secret, self._owner, self._reads = secret, owner, reads
+        self._runtime = cuda_memory.runtime()
+
+    def _start(self, handle: bytes) -> int:
+        own = cuda_memory.own_handles().get((self._secret, handle))
+        if own is not None:
+            return own
+        self._opened.append(self._runtime.open(handle))
+        return self._opened[-1]
+
+    def _view(self, start: int, nbytes: int) -> Tensor:
+        return torch.as_tensor(ForeignMemory(start, nbytes, keeps=self), device=self._owner)
+
+    def __del__(self) -> None:
+        try:
+            self._reads.synchronize()  # a launch may still read it
+            with torch.cuda.device(self._owner):
+                self._leave()
+                while self._opened:
+                    self._runtime.close(self._opened.pop())
+        except (TransferFailed, RuntimeError) as error:
+            _log.warning("a sender's GPU memory could not be unmapped: %s", error)
+
+    def _leave(self) -> None:
+        """Nothing reads it any more."""
+
+
+class _Regions(_Mapping):
     """Allocations of a sender's own, as long as the update or a view of one of them lasts.
 
     All of one bucket together: what is asked of CUDA for hundreds of them is asked once, where it
     can be. ``memory``: that with the flags, which says that this process is reading until these are
-    gone. ``reads``: the stream of what reads them.
+    gone.
     """
 
     def __init__(self, secret: str, owner: torch.device, reads: Any, memory: Tensor) -> None:
-        self._secret, self._owner, self._reads, self._memory = secret, owner, reads, memory
-        self._runtime = cuda_memory.runtime()
-        self._opened: list[int] = []
+        super().__init__(secret, owner, reads)
+        self._memory = memory
 
     def map(self, wanted: Sequence[tuple[int, bytes]]) -> list[Tensor]:
-        """uint8 [bytes] of each (bytes, handle): of this process as it lies here."""
-        own, runtime, found = cuda_memory.own_handles(), self._runtime, []
+        """uint8 [bytes] of each (bytes, handle)."""
+        found = []
         with torch.cuda.device(self._owner):
             for nbytes, handle in wanted:
-                start = own.get((self._secret, handle))
-                if start is None:
-                    start = runtime.open(handle)
-                    self._opened.append(start)
-                around = runtime.around(start)
-                if around.start + around.nbytes < start + nbytes:
-                    mapped = around.start + around.nbytes - start
+                start = self._start(handle)
+                around = self._runtime.around(start)
+                mapped = around.start + around.nbytes - start
+                if mapped < nbytes:
                     raise TransferFailed(f"{mapped} bytes were mapped, {nbytes} announced")
-                at = ForeignMemory(start, nbytes, keeps=self)
-                found.append(torch.as_tensor(at, device=self._owner))
+                found.append(self._view(start, nbytes))
         return found
 
-    def __del__(self) -> None:
-        if not self._opened:
-            return
-        try:
-            self._reads.synchronize()  # a launch may still read them
-            with torch.cuda.device(self._owner):
-                while self._opened:
-                    self._runtime.close(self._opened.pop())
-        except (TransferFailed, RuntimeError) as error:
-            _log.warning(_NOT_UNMAPPED, error)
 
+class _Flagged(_Mapping):
+    """The memory with the flags, of which byte ``flag`` says whether this process has it open."""
 
-class _Flagged(ForeignMemory):
-    """A sender's memory in this process: flagged while it is open, unmapped at its end."""
+    _at = 0  # where that byte lies, once it is set
 
-    def __init__(
-        self, at: SharedAt, nbytes: int, device: torch.device, reads: Any, flag: int
-    ) -> None:
-        """``reads``: the stream of what reads it."""
-        self._runtime, self._device, self._reads = cuda_memory.runtime(), device, reads
-        self._flag, self._writes = flag, torch.cuda.current_stream(device).cuda_stream
-        own = cuda_memory.own_handles().get(at)
-        self._opened = own is None
-        super().__init__(self._runtime.open(at[1]) if own is None else own, nbytes)
-        self._runtime.set_byte(self.pointer + flag, _OPEN, self._writes)
+    def __init__(self, secret: str, owner: torch.device, reads: Any, flag: int) -> None:
+        super().__init__(secret, owner, reads)
+        self._flag, self._writes = flag, torch.cuda.current_stream(owner).cuda_stream
 
-    def __del__(self) -> None:
-        if not getattr(self, "pointer", 0):
-            return
-        try:
-            self._reads.synchronize()  # a launch may still read it
-            with torch.cuda.device(self._device):
-                self._runtime.set_byte(self.pointer + self._flag, _CLOSED, self._writes)
-                if self._opened:
-                    self._runtime.close(self.pointer)
-        except (TransferFailed, RuntimeError) as error:
-            _log.warning(_NOT_UNMAPPED, error)
+    def map(self, nbytes: int, handle: bytes) -> Tensor:
+        """uint8 [bytes]."""
+        with torch.cuda.device(self._owner):
+            start = self._start(handle)
+            self._at = start + self._flag
+            self._runtime.set_byte(self._at, _OPEN, self._writes)
+            return self._view(start, nbytes)
+
+    def _leave(self) -> None:
+        if self._at:
+            self._runtime.set_byte(self._at, _CLOSED, self._writes)
 
 
 def _free(

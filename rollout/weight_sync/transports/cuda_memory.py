@@ -22,8 +22,7 @@ from rollout.errors import ConfigError, TransferFailed
 
 FLAGS = 4096  # bytes: a page
 _FORM = struct.Struct("<16s16sQ16s64s")  # mark, UUID, bytes, secret, CUDA's handle
-_MAGIC = b"rollout-cuda-1"
-_PADDED_MAGIC = _MAGIC.ljust(16, b"\0")
+_MAGIC = b"rollout-cuda-1\0\0"
 _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 # Of CUpointer_attribute: where an allocation begins, its bytes, and whether it has handles of IPC.
 _ATTRIBUTES = (ctypes.c_int * 3)(11, 12, 10)
@@ -186,7 +185,7 @@ def read_handle(text: str, secret: str) -> tuple[str, int, bytes]:
     if len(raw) != _FORM.size:
         raise ValueError(f"a handle of {len(raw)} bytes, not {_FORM.size}")
     magic, uuid, size, marked, handle = _FORM.unpack(raw)
-    if magic != _PADDED_MAGIC or not hmac.compare_digest(marked, bytes.fromhex(secret)):
+    if magic != _MAGIC or not hmac.compare_digest(marked, bytes.fromhex(secret)):
         raise ValueError("it is not marked as this update's")
     return _uuid_text(uuid), size, handle
 
