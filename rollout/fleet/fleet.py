@@ -302,11 +302,16 @@ class Fleet(Directory):
     ) -> tuple[list[Link], int]:
         """Once no other is under way; ``UpdateInProgress`` where that takes ``timeout`` seconds.
 
-        A moment in which too few members serve, as after this process was stopped, is waited out.
+        A moment in which too few members serve, as after this process was stopped, is waited out;
+        so is, within ``patience``, that of a member which is behind and will not join: where one
+        update follows the next it would never be brought up to date.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             self.wait(lambda: not self._is_short, min(2 * self.lease, timeout))
+            if not joins and not back:
+                patience = min(max(self._patience * timeout, self.lease), timeout / 2)
+                self.wait(lambda: self._may_begin and not self._brings_up, patience)
             self.wait(lambda: self._may_begin, deadline - time.monotonic())
             names, version = self._state.begin(
                 update_id, version, time.monotonic(), back=back, reversible=reversible,
@@ -423,6 +428,10 @@ class Fleet(Directory):
     @property
     def _may_begin(self) -> bool:
         return self._state.idle and not self._commits
+
+    @property
+    def _brings_up(self) -> bool:
+        return self._state.brings_up(time.monotonic())
 
     @property
     def _is_short(self) -> bool:

@@ -294,6 +294,27 @@ def test_who_is_kept_out_needs_a_whole_update_and_has_some_chances() -> None:
     assert fleet.kept_out(9.0) == []  # not heard of
 
 
+def test_an_update_of_changes_leaves_a_moment_to_who_is_brought_up_to_date() -> None:
+    """Not to one that several others could not bring up, nor to one that cannot be."""
+    fleet = serving("a", "b")
+    assert not fleet.brings_up(0.0)
+    fleet.begin("changes", None, 0.0)
+    stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=3)
+    assert fleet.brings_up(0.0)  # it can be once that has ended
+    fleet.give_up("changes", "of no use", 0.0)
+    stand(fleet, "c", asked(fleet, "c", 1.1), 1.1, version=3)
+    assert fleet.members["c"].busy
+    assert fleet.brings_up(1.1)
+    fleet.unfilled("c", "a does not reach it", 1.1)
+    assert not fleet.brings_up(1.1)  # it is not tried again yet
+    assert fleet.brings_up(2.2)
+    assert not fleet.brings_up(9.0)  # not heard of
+    fleet.unfilled("c", "b does not reach it", 2.2)
+    assert not fleet.brings_up(4.9)
+    stand(fleet, "d", fleet.add("d", 0.0), 0.0, version=3, state="loading")
+    assert not fleet.brings_up(0.0)
+
+
 def test_a_joiner_that_goes_silent_behind_its_vote_does_not_hold_up_the_commit() -> None:
     fleet = joining()
     [write] = fleet.commit("u5", 0.0)

@@ -1,6 +1,8 @@
 """Adapters behind a fleet's front: one commit, one version of a name on every member."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,29 @@ def test_a_member_that_joins_gets_the_adapters_with_proof_before_it_serves(
     finally:
         front.fleet.remove(name)
         late.shutdown()
+
+
+def test_a_member_joins_a_fleet_whose_adapters_change_without_a_pause(front, model, checkpoint):
+    """No such update takes along who is behind, and each ends what others send it."""
+    front.rollout.update_weights(adapters={"math": shaken(model, 7)})
+    changed, over = shaken(model, 8), threading.Event()
+
+    def change(name):
+        while not over.is_set():
+            front.rollout.update_weights(adapters={name: changed})
+
+    late = Rollout(checkpoint, **SETTINGS)
+    with ThreadPoolExecutor(2) as pool:
+        changing = [pool.submit(change, name) for name in ("math", "code")]
+        name = front.fleet.add(late.address)
+        try:
+            front.fleet.wait_serving(4, 20.0)
+        finally:
+            over.set()
+    for each in changing:
+        each.result()
+    front.fleet.remove(name)
+    late.shutdown()
 
 
 def test_no_member_serves_an_adapter_on_a_base_that_it_was_merged_into(

@@ -68,6 +68,14 @@ class Admission:
         tried = (m for m in self._members.values() if self._may_join(m, live, now))
         return [m.name for m in tried if KEPT_OUT[0] <= m.fails < KEPT_OUT[1]]
 
+    def brings_up(self, live: Promise, now: float) -> bool:
+        """Whether another is bringing a member up to date, or can once no update is under way; one
+        that several could not is not counted.
+        """
+        behind = (m for m in self._members.values() if self._may_join(m, live, now))
+        fresh = (m for m in behind if m.fails < KEPT_OUT[0])
+        return any(m.busy or (self.is_ready(m) and now >= m.not_before) for m in fresh)
+
     def failed(self, name: str, why: str, now: float) -> None:
         """It could not be brought up to date: it is tried again later each time, and by another."""
         if (member := self._members.get(name)) is not None:

@@ -331,6 +331,10 @@ class Coordinator:
         """Members that need a whole update: see ``Admission``."""
         return self._admission.kept_out(self.promise, now)
 
+    def brings_up(self, now: float) -> bool:
+        """Whether an update that brings changes alone should wait: see ``Admission``."""
+        return self._admission.brings_up(self.promise, now)
+
     # What is said of an update names it: what comes late is of another.
 
     def lost(self, update_id: str, name: str, why: str, now: float) -> list[Action]:
