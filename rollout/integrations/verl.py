@@ -188,17 +188,27 @@ class Server:
 class Replica(RolloutReplica):  # type: ignore[misc]
     """Starts one ``Server`` on the node of its first worker; tensor parallel within that node."""
 
+    def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
+        _check_parallel(config)
+        super().__init__(replica_rank, config, *args, **kwargs)
+        if self.is_reward_model:
+            raise ConfigError(
+                "verl asks reward models over HTTP, which a replica of this engine does not serve: "
+                "set reward.reward_model.rollout.name=vllm or sglang, or ask a `rollout serve` of "
+                "your own from a custom reward function"
+            )
+        if self.nnodes > 1:
+            raise ConfigError(
+                f"a replica of {self.world_size} ranks spans {self.nnodes} nodes: this engine's "
+                "ranks are on one; lower tensor_model_parallel_size"
+            )
+
     async def sleep(self) -> None:
         """verl calls it in any case, and wakes up only where memory changes hands."""
         if self.config.free_cache_engine and self.rollout_mode is not RolloutMode.STANDALONE:
             await super().sleep()
 
     async def launch_servers(self) -> None:
-        if self.nnodes > 1:
-            raise ConfigError(
-                f"a replica of {self.world_size} ranks spans {self.nnodes} nodes: this engine's "
-                "ranks are on one; lower tensor_model_parallel_size"
-            )
         node = await self.workers[0].__ray_call__.remote(
             lambda _: ray.get_runtime_context().get_node_id()
         )
@@ -238,7 +248,8 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
         super().__init__(config, model_config, device_mesh)
-        size = self.config.tensor_model_parallel_size * self.config.data_parallel_size
+        _check_parallel(self.config)
+        size = self.config.tensor_model_parallel_size
         rank = int(os.environ.get("RANK", "0"))
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % size == 0
@@ -303,10 +314,23 @@ def _nodes() -> list[Any]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def _check_parallel(config: Any) -> None:
+    """A replica is one engine, whose ranks are tensor parallel."""
+    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+        if (size := getattr(config, name)) > 1:
+            raise ConfigError(
+                f"rollout.{name}={size}: a replica of this engine is tensor parallel alone; leave "
+                f"{name} at 1, and set tensor_model_parallel_size to the GPUs that one copy of the "
+                "model needs: verl starts as many replicas as there are GPUs for"
+            )
+
+
 def _settings(config: Any, longest: int) -> dict[str, Any]:
     """``EngineConfig`` of verl's rollout section; ``engine_kwargs.rollout`` has the last word."""
     settings = {
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "expert_parallel": (config.expert_parallel_size or 1) > 1,
+        "quantization": config.quantization,
         "dtype": config.dtype,
         "max_model_len": longest,
         "max_num_seqs": config.max_num_seqs,

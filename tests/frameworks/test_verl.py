@@ -71,6 +71,16 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     # Adapters that are not merged: nothing went live without them.
     assert "q_proj.base_layer.weight comes without its adapter" in got["unmerged"]
     assert got["last"]["extra_fields"]["global_steps"] == 12
+    # What no replica can be is refused by every part of verl's that is made with it.
+    unfit = got["unfit"]
+    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+        assert f"rollout.{name}=2: " in unfit[name]
+        assert "set tensor_model_parallel_size to the GPUs" in unfit[name]
+        assert unfit[f"worker's {name}"] == unfit[name]
+    assert "a replica of 4 ranks spans 2 nodes" in unfit["nodes"]
+    assert "set reward.reward_model.rollout.name=vllm or sglang" in unfit["reward"]
+    assert unfit["fits"] is None
+    assert got["followed"] == {"expert_parallel": [False, True], "quantization": [None, "fp8"]}
 
 
 @pytest.mark.more

@@ -24,6 +24,8 @@ from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 
+from rollout.errors import ConfigError
+from rollout.integrations.verl import _settings
 from rollout.integrations.verl_checkpoint import TransportEngine
 
 torch.set_num_threads(1)
@@ -57,6 +59,38 @@ config = RolloutConfig(
 where = SimpleNamespace(path=model, local_path=model)
 
 
+def refused(kind="replica", said=config, **arguments):
+    """Why verl cannot have this, told before it starts anything."""
+    try:
+        if kind == "replica":
+            RolloutReplicaRegistry.get("rollout")(0, said, where, **arguments)
+        else:
+            get_rollout_class("rollout", "async")(said, where, None)
+    except ConfigError as error:
+        return str(error)
+
+
+def unfit():
+    of_several = replace(config, tensor_model_parallel_size=4)
+    shaped = {
+        name: replace(config, **{name: 2})
+        for name in ("data_parallel_size", "pipeline_model_parallel_size")
+    }
+    found = {name: refused(said=said) for name, said in shaped.items()}
+    found |= {f"worker's {name}": refused("worker", said) for name, said in shaped.items()}
+    found["nodes"] = refused(said=of_several, gpus_per_node=2)
+    return found | {"reward": refused(is_reward_model=True), "fits": refused()}
+
+
+def followed():
+    """What of verl's section the engine is told beside what the course shows."""
+    said = replace(config, tensor_model_parallel_size=2, expert_parallel_size=2, quantization="fp8")
+    return {
+        name: [_settings(one, 480).get(name) for one in (config, said)]
+        for name in ("expert_parallel", "quantization")
+    }
+
+
 async def sent_apart(replica):
     """What verl sends to a rollout apart of a model with adapters that it does not merge."""
     said = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
@@ -76,7 +110,7 @@ async def sent_apart(replica):
 
 
 async def course():
-    found = {}
+    found = {"unfit": unfit(), "followed": followed()}
     replica = RolloutReplicaRegistry.get("rollout")(0, config, where, gpus_per_node=1)
     await replica.init_hybrid(SimpleNamespace(workers=[Worker.remote()]))
     kind = get_rollout_class("rollout", "async")
