@@ -59,6 +59,13 @@ def flattened(tensor: Tensor) -> Tensor:
     return FlatParameter(tensor.flatten(), requires_grad=False)
 
 
+def packed(tensor: Tensor) -> Tensor:
+    """As bitsandbytes keeps it with ``bnb_4bit_quant_storage``: in one column of a float dtype."""
+    codes = nn.Parameter(tensor.flatten()[: tensor.numel() // 8, None], requires_grad=False)
+    codes.bnb_quantized = True  # type: ignore[attr-defined]
+    return codes
+
+
 def freed(tensor: Tensor) -> Tensor:
     tensor = tensor.clone()
     tensor.untyped_storage().resize_(0)
@@ -80,6 +87,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "sharded": (ShardedTensor, "ShardedTensor, .*pass the FSDP model"),
     "partitioned": (partitioned, "by ZeRO-3; pass the engine"),
     "flat": (flattened, "pass the FSDP model"),
+    "packed": (packed, "bitsandbytes.*model.dequantize"),
     "complex": (lambda t: t.to(torch.complex64), "complex64"),
 }
 FORMS: dict[str, Callable[[dict[str, Any]], Any]] = {

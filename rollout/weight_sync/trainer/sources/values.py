@@ -54,6 +54,11 @@ def fault(tensor: Any) -> str | None:
             "lies in the flat parameter of an FSDP unit around what was passed; pass the FSDP "
             "model itself, on every rank, or wrap this part of it as a unit of its own"
         )
+    if getattr(tensor, "bnb_quantized", False):  # of any dtype (``bnb_4bit_quant_storage``)
+        return (
+            "holds 4-bit codes of bitsandbytes and no plain values; send it dequantised "
+            "(transformers' model.dequantize())"
+        )
     if tensor.is_meta:
         return "is on the meta device and holds no values; load or initialise it first"
     if tensor.dtype not in _SENDABLE:
