@@ -254,7 +254,8 @@ async def update_from_directory(rollout: AsyncRollout, body: WeightDirBody) -> D
     except OSError:
         raise IncompleteUpdate(
             f"there is no {STABLE} in {body.weight_dir}: its weights are still being written, or "
-            "it is none of prime-rl's; update_weights(server_path=...) takes any checkpoint"
+            "go another way (prime-rl's weight_broadcast.type nccl or nixl: set it to filesystem); "
+            "update_weights(server_path=...) takes any checkpoint"
         ) from None
     receipt = await rollout.update_weights(
         server_path=body.weight_dir,

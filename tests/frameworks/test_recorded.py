@@ -68,6 +68,7 @@ def test_prime_rls_directory_goes_live_once_its_marker_is_there(server) -> None:
     early = http.post("/update_weights", json={"weight_dir": str(step)})
     assert early.status_code == 422
     assert "STABLE" in early.json()["error"]["message"]
+    assert "set it to filesystem" in early.json()["error"]["message"]
     (step / "STABLE").touch()
     replay(http, prime_rl(str(step)))
     assert rollout.check_weights(sent).equal

@@ -159,6 +159,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "prompt_logprobs are not available",
     ),
     ("/collective_rpc", {"method": "execute_model"}, "'execute_model' is not served"),
+    ("/collective_rpc", {"method": "skyrl_set_lora_receive_target"}, "set trainer.policy.model."),
     ("/collective_rpc", {"method": "sleep", "args": [2]}, "takes by name: level"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/update_weights", {"weight_dir": "/nowhere"}, "outside every --weight-dir"),

@@ -379,6 +379,11 @@ RPC: Mapping[str, tuple[frozenset[str], Callable[..., Awaitable[None]]]] = {
     "skyrl_wake_for_weight_sync": (frozenset(("tags",)), _wake_up),
 }
 
+# What SkyRL calls before weights go another way than is served, and its setting for one that is.
+_INSTEAD = {
+    "skyrl_set_lora_receive_target": " (set trainer.policy.model.lora.sync_mode=disk)",
+}
+
 
 @routes.on("POST", "/collective_rpc", Access.CONTROL)
 async def collective_rpc(rollout: Engine, body: RpcBody) -> Document:
@@ -398,9 +403,10 @@ async def _of_the_extension(rollout: AsyncRollout, body: RpcBody) -> list[Any]:
     served = rollout.backend.served
     config = None if served is None else served.config
     if config is None or config.worker_extension_cls is None:
+        instead = _INSTEAD.get(body.method, "")
         raise InvalidRequest(
-            f"method {body.method!r} is not served; {', '.join(RPC)} are, and methods of an "
-            "engine's own --worker-extension-cls"
+            f"method {body.method!r} is not served{instead}; {', '.join(RPC)} are, and methods of "
+            "an engine's own --worker-extension-cls"
         )
     limit = DEFAULT_TIMEOUT if body.timeout is None else body.timeout
     return await rollout.collective_rpc(
