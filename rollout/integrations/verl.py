@@ -317,7 +317,7 @@ def _nodes() -> list[Any]:
 def _check_parallel(config: Any) -> None:
     """A replica is one engine, whose ranks are tensor parallel."""
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
-        if (size := getattr(config, name)) > 1:
+        if (size := getattr(config, name, 1)) > 1:  # verl passes DictConfigs, too
             raise ConfigError(
                 f"rollout.{name}={size}: a replica of this engine is tensor parallel alone; leave "
                 f"{name} at 1, and set tensor_model_parallel_size to the GPUs that one copy of the "
