@@ -17,13 +17,14 @@ Job = tuple[Path, list[Any]]
 SCENARIOS = {
     "hsdp": Tiny(),
     "fsdp1_hybrid": Tiny(),
+    "float8": Tiny(tied=False),
     "tp": Tiny(tied=False, hidden=12),
     "tp_uneven": Tiny(tied=False, hidden=10),
 }
 
 
 def wanted(name: str) -> dict[str, torch.Tensor]:
-    return expected(SCENARIOS[name], BF16, tied=not name.startswith("tp"))
+    return expected(SCENARIOS[name], BF16, tied=name in ("hsdp", "fsdp1_hybrid"))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_four_ranks_gather_one_update_bit_for_bit(job: Job, name: str) -> None:
     assert all(rank[name]["metadata"] == results[0][name]["metadata"] for rank in results)
 
 
-@pytest.mark.parametrize("name", ["hsdp", "fsdp1_hybrid", "tp"])
+@pytest.mark.parametrize("name", ["hsdp", "fsdp1_hybrid", "float8", "tp"])
 def test_what_four_ranks_hold_is_the_model_bit_for_bit(job: Job, name: str) -> None:
     values, counts = assembled(*job, name, wanted(name))
     for key, tensor in wanted(name).items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,6 +22,35 @@ from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.update import detect_update
 
 BF16 = torch.bfloat16
+
+
+class WeightWithDynamicFloat8CastTensor(torch.Tensor):
+    """As torchao's float8 training has it around a shard; what is not its own tensor's fails."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made._tensor = inner
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["_tensor"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func in (torch.ops.aten.view.default, torch.ops.aten.detach.default), func
+        return cls(args[0]._tensor)
+
+
+def wrapped(model: torch.nn.Module) -> dict[str, DTensor]:
+    return {
+        name: DTensor.from_local(
+            WeightWithDynamicFloat8CastTensor(shard.to_local().detach()),
+            shard.device_mesh, shard.placements, run_check=False,
+            shape=shard.shape, stride=shard.stride(),
+        )
+        for name, shard in model.state_dict().items() if isinstance(shard, DTensor)
+    }  # fmt: skip
 
 
 def sharded(model: Tiny, mesh: DeviceMesh) -> Tiny:
@@ -51,6 +82,8 @@ if __name__ == "__main__":
     job = Rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     job.gather("hsdp", sharded(Tiny(), mesh), BF16)
+    untied = sharded(Tiny(tied=False), mesh)
+    job.gather("float8", {**untied.state_dict(), **wrapped(untied)}, BF16)
     job.gather("fsdp1_hybrid", flat(mesh), BF16)
     job.gather("tp", tensor_parallel(mesh, 12), BF16)
     job.gather("tp_uneven", tensor_parallel(mesh, 10), BF16)

@@ -37,11 +37,15 @@ from rollout.wire.frames import DTYPES
 
 _SENDABLE = frozenset(DTYPES.values())
 _LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]  # has no type
+# Subclasses around a plain tensor of their own shape and dtype, by what they call it: torchao's
+# float8 training has such parameters, which FSDP2 casts as it gathers them.
+_AROUND = {"WeightWithDynamicFloat8CastTensor": "_tensor"}
 _MOST = 12  # problems spelled out in one message
 
 
 def fault(tensor: Any) -> str | None:
     """Why the values of ``tensor`` cannot be sent and what to do, or None; reads none of them."""
+    tensor = _bare(tensor)
     kind: Any = type(tensor)
     if (wrong := _fault_of_kind(kind)) is not None:
         return wrong
@@ -115,8 +119,13 @@ def readable(name: str, tensor: Any) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """One that was checked, detached, as native code may read it."""
-    found = tensor.detach()
+    found: Tensor = _bare(tensor).detach()
     return found.resolve_neg() if found.is_neg() else found
+
+
+def _bare(tensor: Any) -> Any:
+    name = _AROUND.get(type(tensor).__name__)
+    return tensor if name is None else getattr(tensor, name)
 
 
 def is_dtensor(obj: object) -> bool:
