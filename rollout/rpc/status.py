@@ -34,6 +34,10 @@ _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
+    # Also between calls: what forgets idle connections (NAT, a balancer) does so without a word,
+    # and a trainer that comes back after a long step would be the first to notice.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit
 )
 CHANNEL_OPTIONS = (
     *_KEEPALIVE,

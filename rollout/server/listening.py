@@ -10,6 +10,9 @@ from rollout.distributed import host_port, is_loopback
 from rollout.errors import ConfigError
 
 log = logging.getLogger(__name__)
+# An answer may take minutes in which nothing is said: what forgets idle connections (NAT, a
+# balancer) sees these probes, and a client whose host is gone is given up after a minute.
+_PROBES = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 
 
 def listen(host: str, port: int, what: str) -> socket.socket:
@@ -18,6 +21,10 @@ def listen(host: str, port: int, what: str) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
+        for name, value in _PROBES.items():
+            if hasattr(socket, name):  # not everywhere but on Linux
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         sock.bind((host, port))
         sock.listen(1024)
     except (OSError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""A trainer's process that is there and does nothing any more."""
+"""A trainer that does nothing for a while, or any more."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from proxies import Proxy
 from serving import serve
 
 from rollout import Rollout
+from rollout.rpc.client import RolloutClient
 
 TRAINER = """
 import sys, time
@@ -44,3 +46,18 @@ def test_a_trainer_that_is_stopped_loses_its_lease_after_the_keepalive(checkpoin
         finally:
             trainer.kill()
             trainer.communicate()
+
+
+@pytest.mark.more
+def test_an_idle_connection_is_never_silent_for_long(engine: Rollout) -> None:
+    """NAT and balancers forget one that is, without a word: the next verb would find nobody."""
+    with Proxy(engine.address) as proxy:
+        client = RolloutClient(proxy.address)
+        client.info()
+        time.sleep(1)
+        before = (proxy.up, proxy.down, proxy.num_open)
+        time.sleep(22)
+        assert proxy.up > before[0]
+        assert proxy.down > before[1]
+        assert proxy.num_open == before[2]
+        client.close()

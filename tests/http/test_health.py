@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from free_ports import free_port
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from serving import Served
+from shared_engines import eventually
 from starlette.testclient import TestClient
 from tiny_models import write_tiny
 
@@ -209,3 +211,21 @@ def test_an_http_port_given_to_a_grpc_client_is_named_with_the_right_one(served:
         with pytest.raises(EngineClosed, match="it is an HTTP port; give the gRPC port"):
             Rollout.connect(f"127.0.0.1:{other.server_port}", timeout=10)
         other.shutdown()
+
+
+def test_connections_are_probed_while_nothing_is_said(served: Served) -> None:
+    """What forgets idle ones would lose the answer; and who waits on a host that is gone, waits."""
+    host, _, port = served.http.rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as sock:
+        sock.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert sock.recv(9) == b"HTTP/1.1 "
+        ends = (f":{int(port):04X}", f":{sock.getsockname()[1]:04X}")
+
+        def timer() -> list[str]:
+            """What kind, and in how many hundredths of a second; 01 until the answer has come."""
+            rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()]
+            [row] = [r for r in rows if r[1].endswith(ends[0]) and r[2].endswith(ends[1])]
+            return row[5].split(":")
+
+        eventually(lambda: timer()[0] == "02", 3)  # a probe
+        assert int(timer()[1], 16) <= 20 * 100
