@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from rollout.rpc.tls import ClientTls
 from rollout.wire.version import PROTOCOL_KEY, SOFTWARE_KEY, Speaks
 
 R = TypeVar("R")
+_AT_REST = frozenset(  # a channel without a connection, nor one that is being made for a call
+    {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE}
+)
 
 
 def uninterrupted(call: Callable[[], R]) -> R:
@@ -40,21 +44,24 @@ def uninterrupted(call: Callable[[], R]) -> R:
 
 class Connection:
     """To ``address`` ("host:port"): one ``grpc.aio`` channel for the running loop, and a blocking
-    one for all threads. ``metadata``: what every call carries, its token among it.
+    one for all threads. ``metadata``: what every call carries, its token among it. Where files of
+    ``tls`` were renewed, another channel takes the calls that come.
     """
 
     def __init__(self, address: str, token: str | None, tls: ClientTls | None) -> None:
         if not isinstance(token, str | None) or not all("!" <= c <= "~" for c in token or ""):
             raise ConfigError("the token must be a text of visible ASCII characters without spaces")
         self.address = address
-        self._credentials = None if tls is None else tls.credentials()
+        self._files = None if tls is None else tls.credentials()
         self._options = (*CHANNEL_OPTIONS, *(() if tls is None else tls.options))
         bearer = (("authorization", f"Bearer {token}"),) if token else ()
         ours = Speaks.here()
         self.metadata = ((PROTOCOL_KEY, ours.range), (SOFTWARE_KEY, ours.software), *bearer)
-        self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel] | None = None
+        self._aio: tuple[asyncio.AbstractEventLoop, grpc.aio.Channel, Any] | None = None
         self._cuts = 0  # times that the loop's channel was seen to be unconnected
         self._sync: grpc.Channel | None = None
+        self._shown: Any = None  # the credentials of that one
+        self._older: weakref.WeakSet[grpc.Channel] = weakref.WeakSet()  # blocking, with calls
         self._lock = threading.Lock()
 
     def ask(self, stub: Any, method: str, request: Any, timeout: float) -> Any:
@@ -88,10 +95,15 @@ class Connection:
     def aio(self) -> grpc.aio.Channel:
         loop = asyncio.get_running_loop()
         if self._aio is None or self._aio[0] is not loop:
-            self._aio = loop, self._connected(grpc.aio)
-        channel: grpc.aio.Channel = self._aio[1]
-        if channel.get_state() is not grpc.ChannelConnectivity.READY:
+            shown = self._credentials()
+            self._aio = loop, self._connected(grpc.aio, shown), shown
+        _, channel, before = self._aio
+        state = channel.get_state()
+        if state is not grpc.ChannelConnectivity.READY:
             self._cuts += 1
+        if state in _AT_REST and (shown := self._credentials()) is not before:
+            channel = self._connected(grpc.aio, shown)
+            self._aio = loop, channel, shown
         return channel
 
     def made(self) -> tuple[grpc.aio.Channel, int] | None:
@@ -103,8 +115,12 @@ class Connection:
 
     def sync(self) -> grpc.Channel:
         with self._lock:
-            if self._sync is None:
-                self._sync = uninterrupted(lambda: self._connected(grpc))
+            shown = self._credentials()
+            if self._sync is None or shown is not self._shown:
+                if self._sync is not None:
+                    self._older.add(self._sync)
+                self._sync = uninterrupted(lambda: self._connected(grpc, shown))
+                self._shown = shown
             return self._sync
 
     async def close_aio(self) -> None:
@@ -116,7 +132,7 @@ class Connection:
 
     def was_closed(self, channel: grpc.Channel) -> bool:
         """Whether this process has closed it, by ``close_sync``, which ends its calls."""
-        return self._sync is not channel
+        return self._sync is not channel and channel not in self._older
 
     @property
     def closed_text(self) -> str:
@@ -125,17 +141,25 @@ class Connection:
     def close_sync(self) -> None:
         """A later call opens a new one."""
         with self._lock:
-            channel, self._sync = self._sync, None
-        if channel is not None:
+            channels = [*self._older, *([] if self._sync is None else [self._sync])]
+            self._older, self._sync = weakref.WeakSet(), None
+        for channel in channels:
             uninterrupted(channel.close)
             FORKS.open.discard(channel)
 
-    def _connected(self, library: Any) -> Any:
+    def _credentials(self) -> Any:
+        """Of a channel that is made now; None without TLS."""
+        if self._files is None:
+            return None
+        self._files.look()
+        return self._files.value
+
+    def _connected(self, library: Any, credentials: Any) -> Any:
         """A channel of ``grpc`` or ``grpc.aio``."""
         FORKS.check()
-        if self._credentials is None:
+        if credentials is None:
             channel = library.insecure_channel(self.address, options=self._options)
         else:
-            channel = library.secure_channel(self.address, self._credentials, options=self._options)
+            channel = library.secure_channel(self.address, credentials, options=self._options)
         FORKS.open.add(channel)
         return channel

@@ -116,8 +116,7 @@ def error_from_rpc(error: Any, address: str) -> RolloutError:
         if why == _NO_TLS:
             return EngineClosed(
                 f"the rollout service at {address} does not answer: {why}; check --tls-ca, "
-                "--tls-cert and --tls-key. Each side reads its files when it starts: where they "
-                "were renewed since, restart that side (the front, the engine or this client)"
+                "--tls-cert and --tls-key, on both sides"
             )
         return EngineClosed(
             f"the rollout service at {address} does not answer: {why}; start it with "

@@ -1,23 +1,70 @@
-"""Who the two ends of a connection are, gRPC or HTTP, proven by certificates (also mutually)."""
+"""Who the two ends of a connection are, gRPC or HTTP, proven by certificates (also mutually).
+
+Files that were renewed are those of the connections that are made from then on.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from rollout.errors import ConfigError
 from rollout.rpc.address import split_address
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 _BEGIN = "-----BEGIN"
+_ANY_KEY = "DEFAULT:@SECLEVEL=0"  # short ones, too, as gRPC takes them
 _CERTIFICATE = re.compile(r"-----BEGIN ((?:\w+ )?CERTIFICATE)-----.+?-----END \1-----", re.DOTALL)
+
+
+class Renewable(Generic[T]):
+    """``value``: what ``make`` makes of PEM files, as they were when it was last looked at.
+
+    Files that cannot be used, as while one of a pair has been replaced, change nothing.
+    """
+
+    def __init__(self, make: Callable[[], T], *paths: str | None) -> None:
+        self._make = make
+        self._paths = [path for path in paths if path is not None and _BEGIN not in path]
+        self._seen = self._judged = self._stamps()
+        self.value = make()
+
+    def look(self) -> bool:
+        """Whether ``value`` is another one now: the files have changed, and are good."""
+        found = self._stamps()
+        if found == self._seen:
+            return False
+        try:
+            self.value = self._make()
+        except ConfigError as error:
+            if found != self._judged:
+                log.warning("TLS goes on with the files as they were: %s", error)
+            self._judged = found
+            return False
+        self._seen = found
+        return True
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        """Of each file, told from another one in its place; taken before it is read."""
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +79,37 @@ class ServerTls:
     client_ca: str | None = None
 
     def credentials(self) -> Any:
+        """Of a gRPC server, which asks for them at each handshake; ``ConfigError``: bad files."""
+        files = Renewable(self._configuration, *self._paths)
+        return grpc.dynamic_ssl_server_credentials(
+            files.value, lambda: files.value if files.look() else None, self.client_ca is not None
+        )
+
+    def context(self) -> ssl.SSLContext:
+        """The same for a server of Python's own sockets (HTTP)."""
+        files = Renewable(self._context, *self._paths)
+
+        def newest(connection: ssl.SSLObject, *_: object) -> None:
+            if files.look():
+                files.value.sni_callback = newest
+            connection.context = files.value
+
+        files.value.sni_callback = newest  # with each client's first word, a name in it or not
+        return files.value
+
+    @property
+    def _paths(self) -> tuple[str | None, ...]:
+        return self.cert, self.key, self.client_ca
+
+    def _configuration(self) -> Any:
         pair = (_read(self.key, "key"), _read(self.cert, "certificate"))
         authority = None if self.client_ca is None else _read(self.client_ca, "client authority")
         plain = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        plain.set_ciphers("DEFAULT:@SECLEVEL=0")  # gRPC takes short keys, too
+        plain.set_ciphers(_ANY_KEY)
         self._loaded(plain)  # says what is wrong with the files, which gRPC does not
-        return grpc.ssl_server_credentials([pair], authority, authority is not None)
+        return grpc.ssl_server_certificate_configuration([pair], authority)
 
-    def context(self) -> ssl.SSLContext:
-        """The same for a server of Python's own sockets (HTTP); ``ConfigError`` for bad files."""
+    def _context(self) -> ssl.SSLContext:
         found = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         found.minimum_version = ssl.TLSVersion.TLSv1_2
         return self._loaded(found)
@@ -88,7 +157,20 @@ class ClientTls:
             cert=None if shown is None else shown.cert, key=None if shown is None else shown.key,
         )  # fmt: skip
 
-    def credentials(self) -> Any:
+    def credentials(self) -> Renewable[Any]:
+        """Of gRPC channels; ``ConfigError`` where a file cannot be read, or two do not fit."""
+        return Renewable(self._credentials, self.ca, self.cert, self.key)
+
+    def _credentials(self) -> Any:
+        """What gRPC would take all the same, to connect to nobody, is a ``ConfigError``."""
+        _ = self.ca_text
+        if self.cert is not None:
+            plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            plain.set_ciphers(_ANY_KEY)
+            try:
+                _load_pair(plain, self.cert, self.key)
+            except OSError as error:
+                raise _unusable(error, self.cert, self.key) from None
         return grpc.ssl_channel_credentials(
             _read(self.ca, "authority"),
             None if self.key is None else _read(self.key, "key"),
@@ -193,7 +275,7 @@ _NOT_YET_VALID, _EXPIRED, _OTHER_NAME, _OTHER_IP = 9, 10, 62, 64
 def _distrust(error: ssl.SSLCertVerificationError) -> str:
     """Why we do not trust a server's certificate, and what to do about it."""
     if error.verify_code in (_NOT_YET_VALID, _EXPIRED):
-        remedy = "set the clock of this host, or renew the certificate and restart that service"
+        remedy = "set the clock of this host, or renew the certificate: that service then takes it"
     elif error.verify_code in (_OTHER_NAME, _OTHER_IP):
         remedy = (
             "reach it by a name that the certificate has, or say one of them: --tls-server-name "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
+import ssl
 import subprocess
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 from certificates import make_certificates
+from proxies import Proxy
 
 from rollout import Rollout
 from rollout.cli.main import main
@@ -112,17 +114,102 @@ def test_a_service_without_tls_is_told_from_one_that_is_not_there(engine, made) 
         Rollout.connect("127.0.0.1:1", timeout=5, tls=client(made, "ours"))
 
 
-def test_a_client_from_before_the_certificates_changed_is_told_to_start_again(
-    address, made, tmp_path
+def replaced(where: Path, made, who: str, *names: str) -> None:
+    """Files of ``where`` by those of ``who``, each whole."""
+    for name in names:
+        new = Path(shutil.copy(made(who + name), where / "new"))
+        new.replace(where / f"it{name}")
+
+
+ALL = (".pem", ".key", "-ca.pem")
+
+
+@pytest.fixture
+def theirs_now(tmp_path, made):
+    """Files of an authority and a pair, and what replaces them, all or some."""
+    replaced(tmp_path, made, "ours", *ALL)
+    return lambda *names, who="theirs": replaced(tmp_path, made, who, *(names or ALL))
+
+
+def test_connections_go_by_the_files_as_they_were_renewed(
+    engine, made, tmp_path, theirs_now, caplog, eventually
 ) -> None:
-    ca = Path(shutil.copy(made("theirs-ca.pem"), tmp_path / "ca.pem"))
-    tls = ClientTls(ca=str(ca), cert=made("ours.pem"), key=made("ours.key"))
-    with closing(RolloutClient(address, None, timeout=5, tls=tls)) as before:
-        shutil.copy(made("ours-ca.pem"), ca)
-        with pytest.raises(EngineClosed, match=r"TLS could not be .* restart that side"):
-            before.info()
-        with closing(RolloutClient(address, None, timeout=5, tls=tls)) as after:
-            assert after.info().state == "idle"
+    pair = {"cert": str(tmp_path / "it.pem"), "key": str(tmp_path / "it.key")}
+    ca = str(tmp_path / "it-ca.pem")
+    loop = engine._loop._loop
+    serving = serve(engine._async, tls=ServerTls(**pair, client_ca=ca))
+    server = asyncio.run_coroutine_threadsafe(serving, loop).result(20)
+    ours = client(made, "ours")
+    try:
+        with (
+            Proxy(server.address) as proxy,
+            Rollout.connect(proxy.address, timeout=10, tls=ClientTls(ca=ca, **pair)) as rollout,
+            Rollout.connect(proxy.address, timeout=10, tls=ours) as before,
+        ):
+
+            def goes_on(who: Rollout = rollout) -> bool:
+                return who.generate([[1, 2]])[0].finished and who.weight_info().state == "idle"
+
+            def comes_back() -> bool:
+                try:
+                    return goes_on()
+                except EngineClosed:  # it has not seen yet that it was cut
+                    return False
+
+            assert goes_on()
+            assert goes_on(before)
+            theirs_now()
+            assert goes_on()
+            assert goes_on(before)  # by the connections that there are
+            proxy.cut()
+            eventually(comes_back)
+            with pytest.raises(EngineClosed):
+                before.weight_info()
+            with pytest.raises(EngineClosed, match="its certificate is not trusted"):
+                Rollout.connect(server.address, timeout=5, tls=ours)
+            theirs_now(".key", who="ours")  # of a pair that is being replaced
+            proxy.cut()
+            eventually(comes_back)
+            assert "TLS goes on with the files as they were" in caplog.text
+            theirs_now(".key")
+            proxy.cut()
+            eventually(comes_back)
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(20)
+
+
+async def test_https_goes_by_the_files_as_they_were_renewed(made, tmp_path, theirs_now) -> None:
+    files = ServerTls(
+        cert=str(tmp_path / "it.pem"), key=str(tmp_path / "it.key"),
+        client_ca=str(tmp_path / "it-ca.pem"),
+    )  # fmt: skip
+
+    async def answer(_, writer) -> None:
+        writer.write(b"!")
+        writer.close()
+
+    async def answered(who: str) -> bytes:
+        """What the server says to one of this authority; b"": it refuses the certificate."""
+        context = client_context(client(made, who, who), "http/1.1")
+        reader, writer = await asyncio.open_connection(*where, ssl=context)
+        try:
+            return await reader.read()
+        except (OSError, ssl.SSLError):
+            return b""
+        finally:
+            writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=files.context()) as server:
+        where = server.sockets[0].getsockname()
+        assert await answered("ours") == b"!"
+        theirs_now("-ca.pem")  # only whom it lets in
+        assert await answered("ours") == b""
+        theirs_now()
+        assert await answered("theirs") == b"!"
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await answered("ours")
+        theirs_now(".key", who="ours")
+        assert await answered("theirs") == b"!"
 
 
 def test_the_command_line_speaks_tls(address, made, capsys, monkeypatch, checkpoint) -> None:
