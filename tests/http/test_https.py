@@ -15,7 +15,7 @@ from tiny_models import write_tiny
 from rollout import AsyncRollout, Rollout
 from rollout.errors import ConfigError, EngineClosed
 from rollout.rpc.tls import ClientTls, ServerTls
-from rollout.server.service import Listening, serving
+from rollout.server.service import GRACE, Listening, serving
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,26 @@ def test_others_do_not_get_in_by_https(secured: Served, made, who, ca) -> None:
 def test_plain_http_is_not_answered(secured: Served) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://{secured.http}/health", timeout=10)
+
+
+def test_an_idle_client_does_not_hold_up_the_end(tmp_path: Path, made) -> None:
+    """It keeps its connection for the next request, and reads nothing meanwhile."""
+    import asyncio
+    import ssl
+
+    trusting = ssl.create_default_context(cafile=made("ours-ca.pem"))
+    tls = ServerTls(cert=made("ours.pem"), key=made("ours.key"))
+    write_tiny(tmp_path)
+    rollout = AsyncRollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=32)
+
+    async def course() -> float:
+        async with serving(rollout, Listening(tls=tls)) as (http, _):
+            assert (await asyncio.to_thread(client.get, f"https://{http}/live")).is_success
+            began = time.monotonic()
+        return time.monotonic() - began
+
+    with httpx.Client(verify=trusting, timeout=20) as client:
+        assert asyncio.run(course()) < GRACE - 1
 
 
 async def _serve(model: Path, tls: ServerTls) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 1 << 16  # bytes of a request line and all fields, as h11 and nginx have it, about
+GOODBYE = 0.2  # seconds for a client to answer the end of TLS: one that reads does so at once
 
 
 class BoundedHead(HttpToolsProtocol):
     """uvicorn's faster protocol, whose parser takes fields of any number and length by itself:
-    those before a body, and those behind one that comes in chunks.
+    those before a body, and those behind one that comes in chunks. And its connections end when
+    the server does.
     """
 
     _kept = 0  # bytes of this request's line and fields
@@ -44,6 +46,16 @@ class BoundedHead(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         over = f"The request's line and headers are over {MAX_HEAD} bytes."
         super().send_400_response(over if self._is_over else msg)
+
+    def shutdown(self) -> None:
+        """An idle client never answers the end of TLS: it would hold up the server's own."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(GOODBYE, self._leave)
+
+    def _leave(self) -> None:
+        if not self.transport.get_write_buffer_size():  # else an answer is on its way
+            self.transport.abort()
 
     def _keep(self, count: int) -> None:
         self._unheard = 0
