@@ -1,11 +1,52 @@
-"""Requests in bounded memory: their fields are kept before anybody's token has been looked at."""
+"""HTTP connections of whomever: bounded memory before a token was looked at, and clients that
+leave, or stay without a word.
+"""
 
 from __future__ import annotations
+
+import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 1 << 16  # bytes of a request line and all fields, as h11 and nginx have it, about
+GATHERED = 1 << 16  # bytes, about
 GOODBYE = 0.2  # seconds for a client to answer the end of TLS: one that reads does so at once
+
+
+class _Gathered:
+    """A transport to which what is written in one turn of the loop goes at once: the events of a
+    step's samples are many.
+
+    Once a connection broke, the protocol is told in the next turn, and asyncio logs a warning for
+    nearly each write until then.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+        self._nbytes = 0
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self._send)
+        self._parts.append(data)
+        self._nbytes += len(data)
+        if self._nbytes > GATHERED:  # the transport says when its reader is too slow
+            self._send()
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._parts:
+            data = b"".join(self._parts)
+            self._parts, self._nbytes = [], 0
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class BoundedHead(HttpToolsProtocol):
@@ -16,6 +57,9 @@ class BoundedHead(HttpToolsProtocol):
 
     _kept = 0  # bytes of this request's line and fields
     _unheard = 0  # bytes of which the parser has told nothing yet, nearly: what it may hold itself
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(_Gathered(transport, self.loop))  # type: ignore[arg-type]
 
     def data_received(self, data: bytes) -> None:
         self._unheard += len(data)
