@@ -265,8 +265,7 @@ class _Staging:
                 )
             regions = receiver.regions(header, carried)
             started = time.perf_counter()
-            if header.entries:
-                self.load.feed_in_place(header, regions)
+            self.load.feed_in_place(header, regions)
         else:
             payload = receiver.receive(header, carried.get("payload"), request.timeout)
             self.largest = max(self.largest, header.nbytes)

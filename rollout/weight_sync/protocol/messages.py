@@ -313,8 +313,7 @@ class Message:
 class BucketHeader:
     """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload.
 
-    ``regions``: handles of the sender's memory that holds the entries, if ranks have to map it;
-    without any entry, of memory that those of the next buckets lie in.
+    ``regions``: handles of the sender's memory that holds the entries, if ranks have to map it.
     A round in which all trainer ranks send has ``messages`` instead of entries; ``nbytes`` is their
     sum, and what one rank receives of it is its ``share``.
     """
@@ -327,11 +326,8 @@ class BucketHeader:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether nothing was packed: all entries, or those to come, lie in regions of the
-        sender's memory.
-        """
-        known = bool(self.entries or self.regions)
-        return known and all(entry.region is not None for entry in self.entries)
+        """Whether nothing was packed: all entries lie in regions of the sender's memory."""
+        return bool(self.entries) and all(entry.region is not None for entry in self.entries)
 
     def share(self, rank: int) -> BucketHeader:
         """This bucket as engine rank ``rank`` receives it."""

@@ -117,7 +117,6 @@ class BucketSender:
     def connect(self) -> None:
         """Meet the engine's ranks, and the other members of a group that trainer ranks form."""
         self._sender.connect(self._channel, self._timeout)
-        self._packer.num_buckets = self._stats.num_buckets = self._sender.num_buckets
 
     # ---- pieces ----
 

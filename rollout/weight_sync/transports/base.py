@@ -95,8 +95,7 @@ class Sender:
     ``offer``: what the request carries so that the ranks find this sender, JSON-able. ``buffers``:
     equal uint8 buffers that buckets have to be packed into, () leaves it to the packer, which
     makes them on ``device``. ``bytes_go``: on the channel, through memory that the ranks map, or
-    over a group of trainer and ranks. ``num_buckets``: those that ``connect`` has announced, behind
-    which others are counted.
+    over a group of trainer and ranks.
     """
 
     offer: Mapping[str, Any] = MappingProxyType({})
@@ -104,7 +103,6 @@ class Sender:
     device: str = "cpu"
     bytes_go: Literal["channel", "memory", "group"] = "group"
     sent_bytes: int = 0  # by this rank so far, where every trainer rank sends
-    num_buckets: int = 0
 
     def accepted(self, begun: Begun) -> None:
         """What the engine has answered to the offer; called once, before ``connect``."""

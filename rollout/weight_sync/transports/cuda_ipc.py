@@ -75,7 +75,6 @@ from rollout.weight_sync.transports.shared_memory import half_of
 from rollout.wire.codec import ADDED, Count, Positive, Text, to_plain
 
 MAX_HALF = 256 << 20
-_AHEAD = 64  # allocations that ranks map while the first tensors are digested
 _LEAST_HALF = 1 << 20  # twice that is a block of the driver's: what is shorter shares one
 
 _OPEN, _CLOSED = 1, 2
@@ -185,7 +184,6 @@ class CudaIpcSender(Sender):
         self._kept: list[Tensor] = []  # the source's, which a member that was given up may read
         self._starts: list[int] = []  # ascending: of the allocations whose handles were given out
         self._given: list[tuple[Allocation, str]] = []
-        self._ahead: tuple[str, ...] = ()  # handles of what is read first
         self._own: list[SharedAt] = []  # in ``own_handles``
         self._uuids: dict[torch.device, str] = {}
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
@@ -195,10 +193,8 @@ class CudaIpcSender(Sender):
         self._runtime.enter()
         needed = sum(meta.nbytes + 512 for meta in info.tensors)
         # Of a fleet there may be members that map nothing.
-        if not deals and self._map_all(tensors := staying()):
+        if not deals and self._map_all(staying()):
             needed = min(needed, _LEAST_HALF)
-            handles = dict.fromkeys(self._handle(tensor)[1] for tensor in tensors)
-            self._ahead = tuple(handles)[:_AHEAD]
         half = whole_pages(min(bucket_bytes, needed, MAX_HALF))
         size = FLAGS + 2 * half
         self._pointer = 0
@@ -229,10 +225,6 @@ class CudaIpcSender(Sender):
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         channel.wait(0, timeout)
-        if self._ahead:  # not waited for: what fails is raised by what comes next
-            self._unread.add(0)
-            self.num_buckets = 1
-            channel.bucket(BucketHeader(0, (), 0, regions=self._ahead), None)
 
     def send(self, channel: WeightChannel, header: BucketHeader, payload: Tensor) -> None:
         half = self.buffers[header.index % 2][: header.nbytes]
