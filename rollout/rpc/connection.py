@@ -149,10 +149,7 @@ class Connection:
 
     def _credentials(self) -> Any:
         """Of a channel that is made now; None without TLS."""
-        if self._files is None:
-            return None
-        self._files.look()
-        return self._files.value
+        return None if self._files is None else self._files.newest()
 
     def _connected(self, library: Any, credentials: Any) -> Any:
         """A channel of ``grpc`` or ``grpc.aio``."""

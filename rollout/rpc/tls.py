@@ -54,6 +54,10 @@ class Renewable(Generic[T]):
         self._seen = found
         return True
 
+    def newest(self) -> T:
+        self.look()
+        return self.value
+
     def _stamps(self) -> list[tuple[int, int, int] | None]:
         """Of each file, told from another one in its place; taken before it is read."""
         return [_stamp(path) for path in self._paths]
@@ -89,13 +93,12 @@ class ServerTls:
         """The same for a server of Python's own sockets (HTTP)."""
         files = Renewable(self._context, *self._paths)
 
-        def newest(connection: ssl.SSLObject, *_: object) -> None:
-            if files.look():
-                files.value.sni_callback = newest
-            connection.context = files.value
+        def renew(connection: ssl.SSLObject, *_: object) -> None:
+            connection.context = files.newest()
 
-        files.value.sni_callback = newest  # with each client's first word, a name in it or not
-        return files.value
+        listens = files.value
+        listens.sni_callback = renew  # with each client's first word, a name in it or not
+        return listens
 
     @property
     def _paths(self) -> tuple[str | None, ...]:

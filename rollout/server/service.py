@@ -22,7 +22,7 @@ from rollout.rpc.status import MAX_BODY
 from rollout.rpc.tls import ServerTls
 from rollout.server.auth import Tokens, check_encrypted
 from rollout.server.http.app import build_app
-from rollout.server.http.bounded_head import BoundedHead
+from rollout.server.http.connection import HttpConnection
 from rollout.server.http.open_routes import OpenRoutes
 from rollout.server.http.openai.answer_defaults import AnswerDefaults
 from rollout.server.http.openai.answers import TokenText, token_id_text
@@ -125,7 +125,7 @@ async def _http(
 ) -> AsyncIterator[None]:
     settings = uvicorn.Config(
         app,
-        http=BoundedHead,
+        http=HttpConnection,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -59,21 +59,19 @@ class Admission:
 
     def joining(self, live: Promise, now: float) -> list[str]:
         """Who can take part in an update of all that members hold, and does not serve."""
-        return [m.name for m in self._members.values() if self._may_join(m, live, now)]
+        return [m.name for m in self._behind(live, now)]
 
     def kept_out(self, live: Promise, now: float) -> list[str]:
         """Members that several others could not bring up to date, as where one update follows the
         next: they need one that is whole. One that has had its chances needs something else.
         """
-        tried = (m for m in self._members.values() if self._may_join(m, live, now))
-        return [m.name for m in tried if KEPT_OUT[0] <= m.fails < KEPT_OUT[1]]
+        return [m.name for m in self._behind(live, now) if KEPT_OUT[0] <= m.fails < KEPT_OUT[1]]
 
     def brings_up(self, live: Promise, now: float) -> bool:
         """Whether another is bringing a member up to date, or can once no update is under way; one
         that several could not is not counted.
         """
-        behind = (m for m in self._members.values() if self._may_join(m, live, now))
-        fresh = (m for m in behind if m.fails < KEPT_OUT[0])
+        fresh = (m for m in self._behind(live, now) if m.fails < KEPT_OUT[0])
         return any(m.busy or (self.is_ready(m) and now >= m.not_before) for m in fresh)
 
     def failed(self, name: str, why: str, now: float) -> None:
@@ -82,6 +80,9 @@ class Admission:
             member.not_before = now + _back_off(name, member.fails)
             member.fails += 1
             member.failed = why
+
+    def _behind(self, live: Promise, now: float) -> list[Member]:
+        return [m for m in self._members.values() if self._may_join(m, live, now)]
 
     def _may_join(self, member: Member, live: Promise, now: float) -> bool:
         """Whether a member can take part in an update that does not serve: it is there, and behind;

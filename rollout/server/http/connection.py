@@ -49,7 +49,7 @@ class _Gathered:
         return getattr(self._transport, name)
 
 
-class BoundedHead(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's faster protocol, whose parser takes fields of any number and length by itself:
     those before a body, and those behind one that comes in chunks. And its connections end when
     the server does.
