@@ -130,7 +130,8 @@ class MergedAdapters:
                 f"adapter cannot be merged into it; make the checkpoint live again, by a full "
                 f"update from {model} (update_weights({model!r})), or go on with full updates"
             )
-        prefixes = info.adapter_prefixes
+        known = info.wanted
+        prefixes = known.adapter_prefixes
         adapter = None if adapter is None else adapter.placed(prefixes)
         modules = {} if adapter is None else adapter.spec.modules
         for name, of in sorted(modules.items()):
@@ -142,8 +143,7 @@ class MergedAdapters:
                 )
         own = frozenset(f"{module}.weight" for module in modules)
         wanted = changed | own
-        known = {meta.name for meta in info.tensors}
-        if unknown := sorted(wanted - known):
+        if unknown := sorted(wanted - known.tensors.keys()):
             raise ConfigError(f"the adapter changes {unknown[0]}, which is no weight of this model")
         # The number is refused once anything else has committed: it would be merged into that.
         version, timeout = info.version + 1, self._config.timeout

@@ -65,7 +65,7 @@ def _send(
                 coordinator, lease, peer.open(), adapters, version=request.version,
                 adapters_after=after, timeout=request.timeout,
             )  # fmt: skip
-        metadata = tuple(coordinator.served.metadata.values())
+        metadata = tuple(coordinator.served.wanted.tensors.values())
         try:
             return publish(
                 lease.pieces(live_weights(core, metadata, request.timeout)),

@@ -32,6 +32,7 @@ from rollout import Rollout, RolloutError
 from rollout.testing.faults import Fault, Faulty
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights.wanted import WantedWeights
 from rollout.wire.codec import to_plain
 
 ALIASES = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -44,7 +45,7 @@ class Dying:
         self.agreement = detect(model).rank_group(timeout)
         self._at = at
         self._inner = detect(model).source(
-            aliases=ALIASES, dtype=torch.float32, group=self.agreement
+            WantedWeights(aliases=ALIASES, dtype=torch.float32), group=self.agreement
         )
 
     def metadata(self) -> Any:

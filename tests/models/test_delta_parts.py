@@ -23,6 +23,7 @@ from rollout.models.weight_io.table import ParamSpec, WeightTable
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import PLAIN, Box, TensorMeta, TensorPiece, WeightSlot
 from rollout.weights.spellings import Spellings
+from rollout.weights.wanted import WantedWeights, by_name
 
 PROMPT = [(3 + 7 * j) % 320 for j in range(19)]
 CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
@@ -113,7 +114,7 @@ def test_even_parts_whose_others_never_come_are_refused_by_name() -> None:
     wanted = tuple(TensorMeta(n, torch.float32, tuple(t.shape)) for n, t in CUTS.items())
 
     def source(items: Any) -> Any:
-        return detect(items).source(aliases={}, dtype=torch.float32, tensors=wanted)
+        return detect(items).source(WantedWeights(dtype=torch.float32, tensors=by_name(wanted)))
 
     found = {name: part.clone() for name, part in source(one_buffer(EVEN))}
     assert all(torch.equal(found[name], part) for name, part in CUTS.items())
@@ -131,7 +132,7 @@ def test_even_parts_are_gathered_as_no_rank_holds_a_box_of_what_they_become() ->
         place.add_module(each, torch.nn.Module())
         place.get_submodule(each).weight = torch.nn.Parameter(part.clone())
     wanted = tuple(TensorMeta(n, torch.float32, tuple(t.shape)) for n, t in CUTS.items())
-    source: Any = detect(module).source(aliases={}, dtype=torch.float32, tensors=wanted)
+    source: Any = detect(module).source(WantedWeights(dtype=torch.float32, tensors=by_name(wanted)))
     assert dict(source.local_boxes()) == {name: [] for name in PARTS}
     assert [source.local_values(name) for name in PARTS] == [[], [], []]
     assert source.metadata() == wanted

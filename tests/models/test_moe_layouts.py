@@ -24,6 +24,7 @@ from rollout.weight_sync.protocol.digests import combine, slot_rows
 from rollout.weight_sync.protocol.fit import differences
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import Box, LazyTensor, SparsePatch, TensorMeta, TensorPiece
+from rollout.weights.wanted import WantedWeights, by_name
 
 ARCHITECTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3")
 PLACES = ((1, False), (2, False), (4, False), (2, True), (4, True))
@@ -57,10 +58,12 @@ def spelled(moe, layout: str, wanted) -> Iterator[tuple[str, Tensor | LazyTensor
         with open_checkpoint(str(moe.files if layout == "files" else moe.fused)) as checkpoint:
             yield from checkpoint.items()
     elif layout == "live module":
-        yield from detect(moe.model).source(aliases={}, dtype=torch.float32, tensors=wanted)
+        yield from detect(moe.model).source(
+            WantedWeights(dtype=torch.float32, tensors=by_name(wanted))
+        )
     elif layout == "live iterable":
         items = iter(moe.memory.items())
-        yield from detect(items).source(aliases={}, dtype=torch.float32, tensors=wanted)
+        yield from detect(items).source(WantedWeights(dtype=torch.float32, tensors=by_name(wanted)))
     elif layout == "reverted by transformers":
         yield from revert_weight_conversion(moe.model, dict(moe.memory)).items()
     elif layout == "memory names":
@@ -178,7 +181,7 @@ def expert_name(model) -> str:
 def test_a_source_announces_and_sends_the_same_file_form(moe):
     model = ranks_of(moe, 1, False)[0]
     source = detect(moe.model).source(
-        aliases={}, dtype=torch.float32, tensors=model.weight_metadata()
+        WantedWeights(dtype=torch.float32, tensors=by_name(model.weight_metadata()))
     )
     announced = source.metadata()
     assert {(m.name, m.shape) for m in announced} == {
@@ -290,9 +293,11 @@ def test_a_fused_tensor_of_another_shape_is_refused(moe):
     weights = {**moe.memory, fused: torch.zeros(5, 48, 64)}
     wanted = model.weight_metadata()
     with pytest.raises(WeightMismatch, match=r"has shape \(5, 48, 64\)"):
-        detect(weights).source(aliases={}, dtype=torch.float32, tensors=wanted).metadata()
+        detect(weights).source(
+            WantedWeights(dtype=torch.float32, tensors=by_name(wanted))
+        ).metadata()
     with pytest.raises(WeightMismatch, match=r"has shape \(5, 48, 64\)"):
-        list(detect(weights).source(aliases={}, dtype=torch.float32, tensors=wanted))
+        list(detect(weights).source(WantedWeights(dtype=torch.float32, tensors=by_name(wanted))))
 
 
 @pytest.mark.parametrize(
@@ -319,20 +324,19 @@ def test_a_square_tensor_beside_a_transposed_one_is_ambiguous(tmp_path, inner, s
 
 def test_the_check_before_an_update_reads_either_spelling(moe):
     """A peer that announces transformers' own names is judged in file form all the same."""
-    wanted = {meta.name: meta for meta in ranks_of(moe, 1, False)[0].weight_metadata()}
+    tensors = by_name(ranks_of(moe, 1, False)[0].weight_metadata())
+    wanted = WantedWeights(dtype=torch.float32, tensors=tensors)
 
     def announced(weights):
         return [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in weights.items()]
 
-    assert differences(announced(moe.memory), wanted, {}) == []
+    assert differences(announced(moe.memory), wanted) == []
     fused = FUSED.format("gate_up_proj")
-    twice = differences(
-        [*announced(moe.memory), *announced({fused: moe.memory[fused]})], wanted, {}
-    )
+    twice = differences([*announced(moe.memory), *announced({fused: moe.memory[fused]})], wanted)
     assert len(twice) == 12
     assert all("is sent 2 times" in line for line in twice)
     without = {k: v for k, v in moe.memory.items() if k != fused}
-    assert len(differences(announced(without), wanted, {})) == 12
-    assert differences(announced(without), wanted, {}, partial=True) == []
-    said = differences(announced({**moe.memory, fused: torch.zeros(5, 48, 64)}), wanted, {})
+    assert len(differences(announced(without), wanted)) == 12
+    assert differences(announced(without), wanted, partial=True) == []
+    said = differences(announced({**moe.memory, fused: torch.zeros(5, 48, 64)}), wanted)
     assert f"{fused}: has shape (5, 48, 64)" in said[0]

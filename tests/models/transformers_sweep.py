@@ -37,6 +37,7 @@ from rollout.weight_sync.protocol.fit import check_metadata
 from rollout.weight_sync.source import WeightSource
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import TensorMeta
+from rollout.weights.wanted import WantedWeights, by_name
 
 # Of the fields that a config class has, whichever name it gives them.
 SIZES: dict[str, Any] = {
@@ -255,17 +256,18 @@ def texts(config: ModelConfig) -> list[list[int]]:
 def sent(trained: Any, to: Model) -> WeightSource:
     """What an update sends of a trainer's module to an engine that runs ``to``."""
     table = to.table
-    wanted = [TensorMeta(name, torch.float32, table.shape_of(name)) for name in table.slots]
-    source = detect(trained).source(
-        aliases=table.aliases,
+    metas = [TensorMeta(name, torch.float32, table.shape_of(name)) for name in table.slots]
+    wanted = WantedWeights(
         dtype=torch.float32,
-        tensors=wanted,
+        tensors=by_name(metas),
+        aliases=table.aliases,
         prefixes=table.prefixes,
         spelled=table.spellings.told,
     )
+    source = detect(trained).source(wanted)
     metadata = source.metadata()
     assert metadata is not None
-    check_metadata(metadata, {meta.name: meta for meta in wanted}, table.aliases)
+    check_metadata(metadata, wanted)
     return source
 
 

@@ -28,7 +28,8 @@ from rollout.models.build import build_model
 from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
 from rollout.weight_sync.protocol.digests import slot_rows
-from rollout.weight_sync.protocol.messages import QuantizationGrid
+from rollout.weight_sync.protocol.messages import QuantizationGrid, held_as
+from rollout.weights.wanted import WantedWeights, by_name
 
 
 class Rank:
@@ -155,15 +156,22 @@ class Engine:
         self.gates: list[str] = []  # what updates did to generation
         self._order = threading.Lock()
         model = self.ranks[0].instances.live
+        quantized = tuple(dict.fromkeys(slot.source for slot in model.table.quantized))
+        grid = QuantizationGrid.of(quantization)
+        tensors = by_name(model.weight_metadata())
         served = ServedWeights(
-            metadata={meta.name: meta for meta in model.weight_metadata()},
-            aliases=model.table.aliases,
-            prefixes=model.table.prefixes,
+            wanted=WantedWeights(
+                dtype=next(iter(tensors.values())).dtype,
+                tensors=tensors,
+                aliases=model.table.aliases,
+                prefixes=model.table.prefixes,
+                schemes=held_as(grid, quantized),
+            ),
             device="cpu",
             num_ranks=size,
             undo=undo,
-            quantized=tuple(dict.fromkeys(slot.source for slot in model.table.quantized)),
-            grid=QuantizationGrid.of(quantization),
+            quantized=quantized,
+            grid=grid,
         )
         self.coordinator = Coordinator(self, served)
 

@@ -8,6 +8,7 @@ import torch
 from rollout.errors import WeightMismatch
 from rollout.weight_sync.protocol.fit import check_metadata
 from rollout.weights import TensorMeta
+from rollout.weights.wanted import WantedWeights
 
 WANTED = {
     name: TensorMeta(name, torch.float32, shape)
@@ -23,7 +24,7 @@ WANTED = {
 def said(sent: dict[str, tuple[int, ...]]) -> str:
     metas = [TensorMeta(name, torch.float32, shape) for name, shape in sent.items()]
     with pytest.raises(WeightMismatch) as caught:
-        check_metadata(metas, WANTED, {})
+        check_metadata(metas, WantedWeights(dtype=torch.float32, tensors=WANTED))
     assert len(caught.value.problems) > 3  # all, whatever the text has room for
     return str(caught.value)
 
@@ -56,4 +57,4 @@ def test_codes_of_four_bits_are_told_to_be_codes_and_not_of_another_shape() -> N
     with pytest.raises(
         WeightMismatch, match=rf"{name} has dtype torch\.uint8.*dequantise it first"
     ):
-        check_metadata(sent, WANTED, {})
+        check_metadata(sent, WantedWeights(dtype=torch.float32, tensors=WANTED))

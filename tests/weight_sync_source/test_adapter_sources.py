@@ -17,13 +17,14 @@ from rollout.errors import ConfigError
 from rollout.weight_sync.trainer.sources.adapters import AdapterPlan
 from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.update import detect_update, own_adapters
+from rollout.weights.wanted import WantedWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
 
 def streamed(obj: Any, adapters: dict[str, Any]) -> dict[str, Tensor]:
     found = detect_update(obj, adapters)
-    return dict(found.source(aliases={}, dtype=torch.float32))
+    return dict(found.source(WantedWeights(dtype=torch.float32)))
 
 
 def same(found: dict[str, Tensor], name: str, wanted: dict[str, Tensor]) -> bool:
@@ -73,7 +74,7 @@ def test_what_a_hot_swap_brings_goes_with_its_own_rank_and_scaling(tmp_path) -> 
 
     def spec() -> tuple[int, float]:
         [(_, part)] = detect_update(None, {"a": model}, known).parts
-        tensors = part.source(aliases={}, dtype=torch.float32)
+        tensors = part.source(WantedWeights(dtype=torch.float32))
         found = part.spec({}).modules["model.layers.0.up_proj"]
         assert dict(tensors)["model.layers.0.up_proj.lora_A.weight"].shape[0] == found.rank
         return found.rank, found.scaling

@@ -18,6 +18,7 @@ from rollout.loader import open_checkpoint
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.versions.directories import check_checkpoint
 from rollout.weights import Box
+from rollout.weights.wanted import WantedWeights
 
 State = dict[str, Tensor]
 
@@ -94,7 +95,7 @@ def test_an_update_reads_what_a_cold_start_reads(
 ) -> None:
     write(tmp_path, state)
     (tmp_path / "config.json").write_text("{}")
-    source = detect(tmp_path).source(aliases={}, dtype=torch.float32)
+    source = detect(tmp_path).source(WantedWeights(dtype=torch.float32))
     sent = {name: tensor.clone() for name, tensor in source}
     assert [meta.name for meta in source.metadata() or ()] == list(sent)
     with open_checkpoint(str(tmp_path)) as checkpoint:
@@ -121,7 +122,7 @@ def test_a_file_of_no_use_is_named(tmp_path: Path, file: str, data: bytes) -> No
     (tmp_path / file).write_bytes(data)
     named = file if file != "training_args.bin" else r"holds no .*safetensors"
     with pytest.raises(SourceFailed, match=named):
-        detect(tmp_path).source(aliases={}, dtype=torch.float32)
+        detect(tmp_path).source(WantedWeights(dtype=torch.float32))
 
 
 def by_torch(where: Path, state: State) -> None:
@@ -152,14 +153,14 @@ def test_of_files_with_ranks_own_parts_it_is_said_where_whole_weights_come_from(
 ) -> None:
     write(tmp_path, state)
     with pytest.raises(SourceFailed, match=f"{tmp_path} holds no .* own parts, .*{remedy}"):
-        detect(tmp_path).source(aliases={}, dtype=torch.float32)
+        detect(tmp_path).source(WantedWeights(dtype=torch.float32))
     with pytest.raises(IncompleteUpdate, match=f"{tmp_path} has no .* own parts, .*{remedy}"):
         check_checkpoint(tmp_path)
 
 
 def test_what_breaks_after_the_look_is_named_too(state: State, tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
-    source = detect(tmp_path).source(aliases={}, dtype=torch.float32)
+    source = detect(tmp_path).source(WantedWeights(dtype=torch.float32))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(SourceFailed, match=str(tmp_path)):
         list(source)
@@ -177,7 +178,7 @@ def test_files_that_are_written_while_they_are_read_are_named(
     later = tmp_path / "later"
     later.mkdir()
     write(later, {name: tensor + 1 for name, tensor in state.items()})
-    source = detect(tmp_path).source(aliases={}, dtype=torch.float32)
+    source = detect(tmp_path).source(WantedWeights(dtype=torch.float32))
     sent = iter(source)
     if how != "before it is opened again":
         next(sent)
@@ -195,7 +196,7 @@ def test_files_that_are_removed_while_they_are_read_are_read_to_their_end(
 ) -> None:
     """As by a Trainer that keeps its last checkpoints alone."""
     indexed(tmp_path, state)
-    source = iter(detect(tmp_path).source(aliases={}, dtype=torch.float32))
+    source = iter(detect(tmp_path).source(WantedWeights(dtype=torch.float32)))
     sent = dict([next(source)])
     for file in tmp_path.iterdir():
         file.unlink()
@@ -206,8 +207,8 @@ def test_files_that_are_removed_while_they_are_read_are_read_to_their_end(
 def test_a_pickle_of_other_things_is_refused(tmp_path: Path, state: State) -> None:
     torch.save({**state, "epoch": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(SourceFailed, match=r"pytorch_model\.bin is no state dict"):
-        detect(tmp_path).source(aliases={}, dtype=torch.float32)
+        detect(tmp_path).source(WantedWeights(dtype=torch.float32))
     sparse = {**state, "model.a.weight": torch.eye(3).to_sparse()}
     torch.save(sparse, tmp_path / "pytorch_model.bin")
     with pytest.raises(SourceFailed, match=r"pytorch_model\.bin is no state dict of tensors"):
-        detect(tmp_path).source(aliases={}, dtype=torch.float32)
+        detect(tmp_path).source(WantedWeights(dtype=torch.float32))

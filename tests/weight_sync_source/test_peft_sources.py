@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.sources.names import named_weights
 from rollout.weights import TensorMeta
 from rollout.weights.names import file_form
+from rollout.weights.wanted import WantedWeights, by_name
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = [
@@ -30,8 +32,15 @@ pytestmark = [
 ]
 
 
-def streamed(obj: Any, dtype: torch.dtype = FP32, **settings: Any) -> dict[str, Tensor]:
-    source = detect(obj).source(aliases={}, dtype=dtype, **settings)
+def streamed(
+    obj: Any,
+    dtype: torch.dtype = FP32,
+    tensors: Sequence[TensorMeta] = (),
+    *,
+    partial: bool = False,
+) -> dict[str, Tensor]:
+    wanted = WantedWeights(dtype=dtype, tensors=by_name(tensors))
+    source = detect(obj).source(wanted, partial=partial)
     found = {name: tensor.clone() for name, tensor in source}
     wanted = [TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in found.items()]
     assert list(source.metadata() or ()) == wanted
@@ -221,7 +230,7 @@ def test_a_stream_of_an_adapters_own_tensors_is_refused_with_the_remedy() -> Non
     assert file_form("a.base_model.model.b") == "a.base_model.model.b"
     for stream in (dict(named_weights(adapted())), iter(named_weights(adapted()))):
         with pytest.raises(WeightMismatch, match=r"lora_A.*pass the PEFT model itself"):
-            list(detect(stream).source(aliases={}, dtype=FP32))
+            list(detect(stream).source(WantedWeights(dtype=FP32)))
 
 
 @pytest.mark.more
@@ -239,7 +248,7 @@ def test_at_most_three_of_the_largest_tensor_are_held_beside_the_model() -> None
         return sum(tensors.values())
 
     gc.collect()
-    source = detect(model).source(aliases={}, dtype=FP32)
+    source = detect(model).source(WantedWeights(dtype=FP32))
     before, most, total = live(), 0, 0
     for _, tensor in source:
         most, total = max(most, live() - before), total + tensor.nbytes
@@ -254,7 +263,7 @@ def test_an_exception_in_the_middle_leaves_the_base_untouched() -> None:
     layer.scaling["default"] = "no number"
     with pytest.raises(TypeError):
         streamed(model)
-    items = iter(detect(adapted()).source(aliases={}, dtype=FP32))
+    items = iter(detect(adapted()).source(WantedWeights(dtype=FP32)))
     next(items)
     items.close()
     assert_equal(bits(model), before)
@@ -262,7 +271,7 @@ def test_an_exception_in_the_middle_leaves_the_base_untouched() -> None:
 
 def test_a_rank_that_only_follows_merges_nothing() -> None:
     follower = Agreement(rank=1, ranks=(0, 1))
-    source = detect(adapted()).source(aliases=ALIASES, dtype=BF16, group=follower)
+    source = detect(adapted()).source(WantedWeights(aliases=ALIASES, dtype=BF16), group=follower)
     found = [(n, t.device.type, t.dtype, tuple(t.shape)) for n, t in source]
-    alone = detect(adapted()).source(aliases=ALIASES, dtype=BF16)
+    alone = detect(adapted()).source(WantedWeights(aliases=ALIASES, dtype=BF16))
     assert found == [(n, "meta", t.dtype, tuple(t.shape)) for n, t in alone]

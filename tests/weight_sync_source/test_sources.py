@@ -21,6 +21,7 @@ from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.sources.names import bind
 from rollout.weights import TensorMeta
 from rollout.weights.names import file_form
+from rollout.weights.wanted import WantedWeights, by_name
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OWNER = "model.embed_tokens.weight"
@@ -28,7 +29,7 @@ OWNER = "model.embed_tokens.weight"
 
 def streamed(obj: Any, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    source = detect(obj).source(aliases=ALIASES, dtype=dtype)
+    source = detect(obj).source(WantedWeights(aliases=ALIASES, dtype=dtype))
     metadata = source.metadata()
     for name, tensor in source:
         assert name not in found
@@ -66,7 +67,9 @@ def test_a_module_sends_its_state_dict_cast_once_with_a_tied_head_once(
 def test_a_head_that_the_trainer_alone_ties_is_sent_by_itself(known_by: dict[str, str]) -> None:
     wanted = expected(Tiny(), BF16, tied=bool(known_by))
     held = [TensorMeta(name, t.dtype, tuple(t.shape)) for name, t in wanted.items()]
-    source = detect(Tiny()).source(aliases=known_by, dtype=BF16, tensors=held)
+    source = detect(Tiny()).source(
+        WantedWeights(aliases=known_by, dtype=BF16, tensors=by_name(held))
+    )
     assert_equal(dict(source), wanted)
 
 
@@ -113,7 +116,7 @@ def test_a_streams_scales_of_inputs_are_left_out_but_for_a_models_own() -> None:
     held |= {"a.input_scale": torch.ones(1), "b.q_scale": torch.ones(1)}
     known = [TensorMeta(name, FP32, (1,)) for name in ("a.weight", "b.q_scale")]
     for obj in (held, iter(held.items())):
-        source = detect(obj).source(aliases={}, dtype=FP32, tensors=known)
+        source = detect(obj).source(WantedWeights(dtype=FP32, tensors=by_name(known)))
         assert [name for name, _ in source] == ["a.weight", "b.q_scale"]
 
 
@@ -122,7 +125,7 @@ def test_what_the_trainers_iterator_raises_is_the_cause() -> None:
         yield "a", torch.zeros(1)
         raise ZeroDivisionError("no luck")
 
-    source = detect(broken()).source(aliases={}, dtype=FP32)
+    source = detect(broken()).source(WantedWeights(dtype=FP32))
     with pytest.raises(SourceFailed, match=r"'a'.*no luck") as caught:
         list(source)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -147,21 +150,21 @@ NO_PAIRS: list[tuple[object, str]] = [
 def test_items_that_are_no_pairs_are_named_with_the_remedy(item: object, says: str) -> None:
     expected = re.escape(f"expected (name, tensor), {says}")
     with pytest.raises(SourceFailed, match=f"^{expected}"):
-        detect([item]).source(aliases={}, dtype=FP32)
+        detect([item]).source(WantedWeights(dtype=FP32))
     good = ("b", torch.zeros(1))
     for items, where in (([item], "at the start"), ([good, item], "after 'b'")):
         with pytest.raises(SourceFailed, match=f"^{where}: {expected}"):
-            list(detect(iter(items)).source(aliases={}, dtype=FP32))
+            list(detect(iter(items)).source(WantedWeights(dtype=FP32)))
 
 
 def test_a_source_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
     for empty in (nn.ReLU(), {}):
         with pytest.raises(SourceFailed, match="no tensor"):
-            detect(empty).source(aliases={}, dtype=FP32)
+            detect(empty).source(WantedWeights(dtype=FP32))
     with pytest.raises(SourceFailed, match="no tensor"):
-        list(detect(iter([])).source(aliases={}, dtype=FP32))
+        list(detect(iter([])).source(WantedWeights(dtype=FP32)))
     with pytest.raises(SourceFailed, match="safetensors"):
-        detect(tmp_path).source(aliases={}, dtype=FP32)
+        detect(tmp_path).source(WantedWeights(dtype=FP32))
 
 
 def test_a_path_that_is_no_directory_is_told_what_it_is(tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_a_path_that_is_no_directory_is_told_what_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("odd", [3, None, torch.zeros(2), b"bytes"])
 def test_an_unknown_object_is_refused_naming_what_is_accepted(odd: object) -> None:
     with pytest.raises(ConfigError, match="FSDP2"):
-        detect(odd).source(aliases={}, dtype=FP32)
+        detect(odd).source(WantedWeights(dtype=FP32))
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
@@ -198,13 +201,13 @@ def test_a_directory_sends_its_checkpoint(tmp_path: Path, form: str) -> None:
 def test_a_broken_checkpoint_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
     with pytest.raises(SourceFailed, match=r"model\.safetensors"):
-        detect(tmp_path).source(aliases={}, dtype=FP32)
+        detect(tmp_path).source(WantedWeights(dtype=FP32))
 
 
 def test_a_weight_source_is_taken_as_it_is() -> None:
-    inner = detect(Tiny()).source(aliases={}, dtype=FP32)
+    inner = detect(Tiny()).source(WantedWeights(dtype=FP32))
     assert isinstance(inner, WeightSource)
-    assert detect(inner).source(aliases={}, dtype=FP32) is inner
+    assert detect(inner).source(WantedWeights(dtype=FP32)) is inner
 
 
 def test_a_rank_outside_the_source_is_told_so(tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_a_rank_outside_the_source_is_told_so(tmp_path: Path) -> None:
 
 def test_a_rank_that_only_follows_holds_no_values() -> None:
     follower = Agreement(rank=1, ranks=(0, 1))
-    source = detect(Tiny()).source(aliases=ALIASES, dtype=BF16, group=follower)
+    source = detect(Tiny()).source(WantedWeights(aliases=ALIASES, dtype=BF16), group=follower)
     assert all(t.device.type == "meta" and t.dtype == BF16 for _, t in source)
 
 

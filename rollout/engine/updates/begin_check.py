@@ -7,7 +7,7 @@ is ``Coordinator.check``'s, which holds the lease by then.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rollout.config import MAX_TIMEOUT
 from rollout.errors import ConfigError
@@ -24,14 +24,13 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.protocol.version_number import MAX_VERSION
 from rollout.weight_sync.transports import find
 from rollout.weight_sync.transports.base import Accepted
-from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.components import (
     adapter_component,
     adapter_of,
     check_components,
     component_of,
 )
-from rollout.weights.quantization import Scheme
+from rollout.weights.wanted import WantedWeights
 
 MAX_ID = 256  # characters
 _ENCODINGS = ("full", "delta", "live")
@@ -43,16 +42,11 @@ def check_request(
     transports: Sequence[str],
     num_ranks: int,
     device: str,
-    wanted: Mapping[str, TensorMeta],
-    aliases: Mapping[str, str],
-    spelled: Sequence[WeightSlot] = (),
-    schemes: Mapping[str, Scheme] | None = None,
+    wanted: WantedWeights,
 ) -> Accepted:
     """Raise what is wrong with any field: ``ConfigError``, or ``WeightMismatch`` for metadata.
 
-    ``transports``: those that may be asked for here. ``wanted``: the engine's tensors,
-    ``schemes``: of those that it holds quantised. Returns what
-    the transport makes of its offer.
+    ``transports``: those that may be asked for here. Returns what the transport makes of its offer.
     """
     _check_fields(request)
     _one_of("transport", request.transport, transports)
@@ -60,16 +54,10 @@ def check_request(
     accepted = find(request.transport, device).check(request, num_ranks, device)
     if not request.components and request.adapters_after is None:  # which may unload some
         raise ConfigError("an update brings the weights of one component at least")
-    check_components(request.components, tuple(dict.fromkeys(map(component_of, wanted))))
+    check_components(request.components, tuple(dict.fromkeys(map(component_of, wanted.tensors))))
     if request.metadata is not None:
         check_metadata(
-            request.metadata,
-            wanted,
-            aliases,
-            partial=request.partial,
-            components=request.components,
-            spelled=spelled,
-            schemes=schemes,
+            *(request.metadata, wanted), partial=request.partial, components=request.components
         )
     return accepted
 

@@ -36,7 +36,7 @@ from rollout.weight_sync.protocol import zstd
 from rollout.weight_sync.protocol.adapters import adapter_tensors, check_merged, check_room
 from rollout.weight_sync.protocol.digests import combine
 from rollout.weight_sync.protocol.label import check_label
-from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo, held_as
+from rollout.weight_sync.protocol.messages import Decision, UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.protocol.version_number import next_version
 from rollout.weight_sync.transports import offered, served
@@ -45,6 +45,7 @@ from rollout.weight_sync.transports.host import host_id
 from rollout.weights import TensorMeta
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY
+from rollout.weights.wanted import WantedWeights, by_name
 
 KEPT_RECEIPTS = 64
 _LOOK = 0.05  # seconds between two looks at whether a sender that waits is still there
@@ -92,17 +93,17 @@ class Coordinator:
         return (*self._transports, *served(self._transports))
 
     def info(self) -> WeightInfo:
-        turn, served = self.turn, self.served
+        turn, served, wanted = self.turn, self.served, self.served.wanted
         last = self._receipts[-1].update_id if self._receipts else ""
         return WeightInfo(
             epoch=self.engine.epoch,
             version=self.engine.version,
             label=self._label,
             state=self._state,
-            dtype=served.dtype,
-            tensors=tuple(served.metadata.values()),
+            dtype=wanted.dtype,
+            tensors=tuple(wanted.tensors.values()),
             components=served.components,
-            aliases=served.aliases,
+            aliases=wanted.aliases,
             tensor_parallel_size=served.num_ranks,
             device=served.device,
             transports=self._transports,
@@ -115,8 +116,8 @@ class Coordinator:
             reaches=served.reaches,
             prepared="" if turn.prepared is None else turn.prepared.update_id,
             fence=self.fence,
-            prefixes=served.prefixes,
-            spelled=served.spelled,
+            prefixes=wanted.prefixes,
+            spelled=tuple(wanted.spelled),
             grid=served.grid,
             quantized=served.quantized,
             max_adapters=served.max_adapters,
@@ -134,19 +135,18 @@ class Coordinator:
             return "dead"
         return "broken" if self.engine.broken else self.turn.state
 
-    def wanted(self, request: UpdateRequest) -> dict[str, TensorMeta]:
+    def wanted(self, request: UpdateRequest) -> WantedWeights:
         """All that may be sent in an update: the models' tensors, and its adapters'.
 
         ``WeightMismatch`` names what an adapter changes that the model has not.
         """
-        served, (asked, found) = self.served, self._last_wanted
+        models, (asked, found) = self.served.wanted, self._last_wanted
         if asked is not request.adapters:  # of one update it is asked more than once
             found = {}
             for name, spec in request.adapters.items():
-                own = adapter_tensors(name, spec, served.metadata, served.aliases)
-                found |= {meta.name: meta for meta in own}
+                found |= by_name(adapter_tensors(name, spec, models))
             self._last_wanted = request.adapters, found
-        return {**served.metadata, **found}
+        return replace(models, tensors={**models.tensors, **found}) if found else models
 
     @property
     def receipts(self) -> tuple[UpdateReceipt, ...]:
@@ -277,7 +277,7 @@ class Coordinator:
             return None  # adapters go where their memory is, and a commit of them moves nothing
         asked = self.engine.call("stage_foresee", {})
         plans = [reply for reply, _ in gather_replies(asked, "foresee", request.timeout)]
-        sent = self.served.metadata.values() if request.metadata is None else request.metadata
+        sent = self.served.wanted.tensors.values() if request.metadata is None else request.metadata
         num_bytes = sum(meta.nbytes for meta in sent)
         return self.limits.check(request, plans, self._receipts, num_bytes)
 
@@ -333,9 +333,6 @@ class Coordinator:
             num_ranks=self.served.num_ranks,
             device=self.served.device,
             wanted=wanted,
-            aliases=self.served.aliases,
-            spelled=self.served.spelled,
-            schemes=held_as(self.served.grid, self.served.quantized),
         )
 
     def check(self, request: UpdateRequest) -> int:

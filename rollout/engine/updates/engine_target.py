@@ -31,7 +31,7 @@ class EngineUpdate(VerbUpdate):
     """Broadcasts into a lease: announced to the ranks a few ahead of what they have taken."""
 
     def __init__(self, coordinator: Coordinator, lease: Lease, begun: Begun, terms: Terms) -> None:
-        super().__init__(coordinator.served, begun.update_id, begun.version, terms)
+        super().__init__(coordinator.served.wanted, begun.update_id, begun.version, terms)
         self._lease = lease
 
     def _take(self, headers: Sequence[BucketHeader]) -> None:

@@ -78,7 +78,7 @@ class Lease:
         self._held_since: float | None = None  # no step runs since then (staging="none")
         self._touched = False  # ranks may have begun to overwrite what they hold
         self._slots: dict[str, int] = {}  # where its adapters are staged
-        self._wanted: dict[str, TensorMeta] = {}  # all that may be sent
+        self._wanted: Mapping[str, TensorMeta] = {}  # all that may be sent
         # Another thread may close at any time. While ``begin`` runs, the cleaning up is left to it;
         # a commit that has begun cannot be stopped.
         self._lock = threading.Lock()
@@ -113,7 +113,7 @@ class Lease:
             if in_turn is not None:
                 request = in_turn(request)
                 self._accepted = coordinator.check_fields(request, self._transports)
-            self._request, self._wanted = request, coordinator.wanted(request)
+            self._request, self._wanted = request, coordinator.wanted(request).tensors
             self._not_ended("begin")
             self._foreseen = coordinator.foresee(request)
             layout, wants = self._stage(request)
@@ -188,7 +188,7 @@ class Lease:
                     f"update {self._asked.update_id} has been committed here already, as version "
                     f"{self._replays.committed.version}: it cannot be prepared again"
                 )
-            self._replays.check_same(seal, self._coordinator.wanted(self._asked))
+            self._replays.check_same(seal, self._coordinator.wanted(self._asked).tensors)
             return
         request, coordinator = self._live("seal"), self._coordinator
         if self._sealed is not None and self._sealed.seal == seal:
@@ -204,7 +204,7 @@ class Lease:
             missing = {n for n in wanted if component_of(n) in whole} - set(seal.digests)
             if missing and not request.partial:
                 raise IncompleteUpdate(f"sealed without {some(sorted(missing))}")
-            compare(seal.digests, held, coordinator.served.aliases)
+            compare(seal.digests, held, coordinator.served.wanted.aliases)
             return seal
 
         if seal.fence is not None and request.staging == "none":
@@ -275,7 +275,8 @@ class Lease:
             receipt = self._sealed.receipt(self._wanted, self._engine.epoch, request)
             self._enter("committing")
             coordinator.turn.advance(self, "committing")
-            held = {n: v for n, v in self._sealed.held.items() if n in coordinator.served.metadata}
+            models = coordinator.served.wanted.tensors
+            held = {n: v for n, v in self._sealed.held.items() if n in models}
             before = coordinator.pins_before() if request.models else {}
             made = {
                 name: KeptAdapter.of(name, receipt.adapters[name], spec)

@@ -54,7 +54,7 @@ def live_adapters(
         args = {"slot": version.slot, "spec": to_plain(spec)}
         asked = coordinator.engine.call("stage_read_adapter", args)
         replies = gather_replies(asked, "read", timeout)
-        metas = adapter_tensors(name, spec, coordinator.served.metadata, coordinator.served.aliases)
+        metas = adapter_tensors(name, spec, coordinator.served.wanted)
         tensors = {own_name(m.name): torch.empty(m.shape, dtype=m.dtype) for m in metas}
         for reply, values in replies:
             _place(reply["boxes"], values, tensors)

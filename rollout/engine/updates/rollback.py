@@ -109,7 +109,7 @@ class Rollback:
         }
         if models:
             digest, num_tensors = total(held.values()), len(held)
-            num_bytes = sum(meta.nbytes for meta in coordinator.served.metadata.values())
+            num_bytes = sum(meta.nbytes for meta in coordinator.served.wanted.tensors.values())
         else:  # what is below them stays as it was
             digest = total(each.digest for each in found.values())
             num_tensors = sum(each.num_tensors for each in found.values())

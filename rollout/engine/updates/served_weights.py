@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
-
-import torch
+from typing import Self
 
 from rollout.engine.core import EngineCore
-from rollout.weight_sync.protocol.messages import QuantizationGrid
+from rollout.weight_sync.protocol.messages import QuantizationGrid, held_as
 from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.components import component_of
+from rollout.weights.wanted import WantedWeights, by_name
 from rollout.wire.codec import from_plain
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedWeights:
-    """The part of ``WeightInfo`` that no update changes; see there. ``metadata``: every tensor of a
-    full update, by its name. ``adaptable``: modules that adapters may change. ``staging``: what
-    "auto" stands for.
+    """The part of ``WeightInfo`` that no update changes; see there. ``adaptable``: modules that
+    adapters may change. ``staging``: what "auto" stands for.
     """
 
-    metadata: Mapping[str, TensorMeta]
-    aliases: Mapping[str, str]
-    prefixes: Mapping[str, str] = field(default_factory=dict)
-    spelled: tuple[WeightSlot, ...] = ()
+    wanted: WantedWeights
     quantized: tuple[str, ...] = ()
     adaptable: frozenset[str] = frozenset()
     grid: QuantizationGrid | None = None
@@ -45,14 +40,20 @@ class ServedWeights:
         """Of an engine that has started: asks one rank, which speaks for all."""
         config, ranks = engine.config, engine.rank_info
         reply, _ = engine.call("weight_info", {})[0].result(config.start_timeout)
+        tensors = [from_plain(TensorMeta, row) for row in reply["tensors"]]
+        grid, quantized = QuantizationGrid.of(config.quantization), tuple(reply["quantized"])
         return cls(
-            metadata=_by_name(reply["tensors"]),
-            aliases=reply["aliases"],
-            prefixes=reply["prefixes"],
-            spelled=tuple(from_plain(WeightSlot, row) for row in reply["spelled"]),
-            quantized=tuple(reply["quantized"]),
+            wanted=WantedWeights(
+                dtype=tensors[0].dtype,
+                tensors=by_name(tensors),
+                aliases=reply["aliases"],
+                prefixes=reply["prefixes"],
+                spelled=tuple(from_plain(WeightSlot, row) for row in reply["spelled"]),
+                schemes=held_as(grid, quantized),
+            ),
+            quantized=quantized,
             adaptable=frozenset(reply["adaptable"]),
-            grid=QuantizationGrid.of(config.quantization),
+            grid=grid,
             device=str(ranks[0]["device"]),
             devices=tuple(str(rank["gpu"]) for rank in ranks),
             reaches=tuple(
@@ -68,15 +69,6 @@ class ServedWeights:
             max_lora_rank=config.max_lora_rank if config.max_adapters else 0,
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.metadata.values())).dtype
-
     @cached_property
     def components(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(map(component_of, self.metadata)))
-
-
-def _by_name(rows: Any) -> dict[str, TensorMeta]:
-    tensors = [from_plain(TensorMeta, row) for row in rows]
-    return {meta.name: meta for meta in tensors}
+        return tuple(dict.fromkeys(map(component_of, self.wanted.tensors)))

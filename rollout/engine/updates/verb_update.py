@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rollout.errors import WeightMismatch, some
@@ -15,8 +15,9 @@ from rollout.weight_sync.protocol.fit import check_metadata, differences
 from rollout.weight_sync.protocol.messages import MAX_BUCKET_BYTES, BucketEntry, BucketHeader
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.foreign_group import ForeignGroup
-from rollout.weights import Box, TensorMeta, WeightSlot
+from rollout.weights import Box, TensorMeta
 from rollout.weights.names import file_form, is_weight, placed
+from rollout.weights.wanted import WantedWeights
 
 PACK_BYTES = 1 << 30  # vLLM's own
 GRACE = 2.0  # seconds a rank's own deadline comes before ours
@@ -43,24 +44,12 @@ class Terms:
     implicit: bool
 
 
-class Wanted(Protocol):
-    """What a full update brings; see ``WeightInfo``."""
-
-    @property
-    def metadata(self) -> Mapping[str, TensorMeta]: ...
-    @property
-    def aliases(self) -> Mapping[str, str]: ...
-    @property
-    def prefixes(self) -> Mapping[str, str]: ...
-    @property
-    def spelled(self) -> tuple[WeightSlot, ...]: ...
-
-
 class VerbUpdate(ABC):
     """One update under way, and what has come of it."""
 
-    def __init__(self, wanted: Wanted, update_id: str, version: int, terms: Terms) -> None:
-        self._wanted, self.update_id, self.version = wanted, update_id, version
+    def __init__(self, wanted: WantedWeights, update_id: str, version: int, terms: Terms) -> None:
+        self._wanted = replace(wanted, schemes={})  # codes come by no verb
+        self.update_id, self.version = update_id, version
         self._timeout, self.deadline, self.implicit = terms.timeout, terms.deadline, terms.implicit
         self.label: str | None = None
         self.timer = threading.Timer(self.deadline, lambda: None)  # not started: see ``_watch``
@@ -83,7 +72,7 @@ class VerbUpdate(ABC):
                 sent.append(TensorMeta(name, meta.dtype, meta.shape))
             else:
                 dropped.add(meta.name)
-        check_metadata(sent, wanted.metadata, wanted.aliases, partial=True, spelled=wanted.spelled)
+        check_metadata(sent, wanted, partial=True)
         headers = list(_headers(tensors, packing, self._num_buckets))
         _check_dropped(headers, dropped)
         self._sent = sent
@@ -98,8 +87,7 @@ class VerbUpdate(ABC):
 
     def missing(self) -> Sequence[str]:
         """What the tensors sent so far lack, a line each."""
-        wanted = self._wanted
-        return differences(self._sent, wanted.metadata, wanted.aliases, spelled=wanted.spelled)
+        return differences(self._sent, self._wanted)
 
     def unsent_aliases(self) -> frozenset[str]:
         """Names of other tensors that were not sent so far, in file form."""

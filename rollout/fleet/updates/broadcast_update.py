@@ -10,9 +10,9 @@ import queue
 import threading
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,7 +46,6 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.publisher import publish
 from rollout.weight_sync.trainer.weight_report import check_weights
-from rollout.weights import TensorMeta, WeightSlot
 
 AHEAD = 2  # broadcasts that wait for members which are slower than the trainer
 LONGEST = 8  # of an update's timeouts, within which a step of it has ended
@@ -124,32 +123,13 @@ class FleetTarget:
             del self._failed[next(iter(self._failed))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wants:
-    """``verb_update.Wanted``, as a fleet announces it."""
-
-    metadata: Mapping[str, TensorMeta]
-    aliases: Mapping[str, str]
-    prefixes: Mapping[str, str]
-    spelled: tuple[WeightSlot, ...]
-
-    @classmethod
-    def of(cls, info: WeightInfo) -> _Wants:
-        return cls(
-            metadata={meta.name: meta for meta in info.tensors},
-            aliases=info.aliases,
-            prefixes=info.prefixes,
-            spelled=tuple(info.spelled),
-        )
-
-
 class _Update(VerbUpdate):
     """The front's side of both: one broadcast after the other."""
 
     def __init__(
         self, places: FrontPlaces, info: WeightInfo, update_id: str, version: int, terms: Terms
     ) -> None:
-        super().__init__(_Wants.of(info), update_id, version, terms)
+        super().__init__(info.wanted, update_id, version, terms)
         self._places = places
 
     def _take(self, headers: Sequence[BucketHeader]) -> None:

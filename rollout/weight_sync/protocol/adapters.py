@@ -17,6 +17,7 @@ from rollout.weights.components import adapter_component, qualified
 from rollout.weights.fused_experts import FusedExperts
 from rollout.weights.names import weight_dtype
 from rollout.weights.spellings import Spellings
+from rollout.weights.wanted import WantedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,9 @@ def digest_of_all(models: int, adapters: Iterable[int]) -> int:
 def check_adapters(adapters: Mapping[str, AdapterSpec], info: WeightInfo) -> None:
     """Before anything is gathered: ``ConfigError`` where the engine holds no such adapters."""
     check_room(adapters, info.max_adapters, info.max_lora_rank)
-    base = {meta.name: meta for meta in info.tensors}
+    wanted = info.wanted
     for name, spec in adapters.items():
-        adapter_tensors(name, spec, base, info.aliases)
+        adapter_tensors(name, spec, wanted)
 
 
 def check_merged(merged: Collection[str], served: Collection[str], *, sent: bool) -> None:
@@ -107,23 +108,20 @@ def check_room(adapters: Mapping[str, AdapterSpec], slots: int, max_rank: int) -
             )
 
 
-def adapter_tensors(
-    name: str, spec: AdapterSpec, base: Mapping[str, TensorMeta], aliases: Mapping[str, str]
-) -> tuple[TensorMeta, ...]:
+def adapter_tensors(name: str, spec: AdapterSpec, base: WantedWeights) -> tuple[TensorMeta, ...]:
     """All that has to come of adapter ``name``, as an update calls it, in the base's dtypes.
 
-    ``base``: the model's tensors. ``WeightMismatch`` names the modules that it has not.
+    ``WeightMismatch`` names the modules that the ``base`` has not.
     """
     found, problems = [], []
     component = adapter_component(name)
     is_stacked = any(of.kind == EXPERTS for of in spec.modules.values())
-    stacked = _stacked(base) if is_stacked else {}
+    stacked = _stacked(base.tensors) if is_stacked else {}
     for module, of in spec.modules.items():
         if of.kind == EXPERTS:
             beside, what = stacked.get(module), "stack of experts"
         else:
-            weight, what = f"{module}.weight", "linear layer"
-            beside = base.get(aliases.get(weight, weight))
+            beside, what = base.get(f"{module}.weight"), "linear layer"
         if beside is None or len(beside.shape) != (3 if of.kind == EXPERTS else 2):
             problems.append(f"adapter {name!r} changes {module}, which is no {what} here")
             continue

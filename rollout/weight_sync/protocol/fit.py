@@ -8,12 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from rollout.errors import WeightMismatch, of_each, some
-from rollout.weights import CASTABLE, Shape, TensorMeta, WeightSlot
+from rollout.weights import CASTABLE, Shape, TensorMeta
 from rollout.weights.components import POLICY, check_components, component_of
 from rollout.weights.names import nearest
 from rollout.weights.packed_rows import packed_shape
-from rollout.weights.quantization import Scheme
-from rollout.weights.spellings import Spellings
+from rollout.weights.wanted import WantedWeights
 
 _MOST = 12  # problems spelled out in one message
 _FEW = 3  # behind what explains them
@@ -21,62 +20,54 @@ _FEW = 3  # behind what explains them
 
 def differences(
     sent: Sequence[TensorMeta],
-    wanted: Mapping[str, TensorMeta],
-    aliases: Mapping[str, str],
+    wanted: WantedWeights,
     *,
     partial: bool = False,
     components: Sequence[str] = (POLICY,),
-    spelled: Sequence[WeightSlot] = (),
-    schemes: Mapping[str, Scheme] | None = None,
 ) -> list[str]:
     """A line per unknown, repeated, misshapen, mistyped or (not if ``partial``) missing tensor.
 
-    Judged in file form: a tensor under another spelling of ``wanted`` (fused experts; ``spelled``,
-    those that no name shows) counts as those that it holds, and codes of one of ``schemes`` count
-    as the tensor. Of the ``components``, and those that
-    are sent, nothing may be missing.
+    Judged in file form: a tensor under another spelling (fused experts) counts as those that it
+    holds, and codes that are taken count as the tensor. Of the ``components``, and those that are
+    sent, nothing may be missing.
     """
     problems: list[str] = []
-    if schemes:
-        found = ((meta, wanted.get(meta.name)) for meta in sent)
+    if wanted.schemes:
+        found = ((meta, wanted.tensors.get(meta.name)) for meta in sent)
         sent = [
-            want if want is not None and is_packed(meta.dtype, meta.shape, want, schemes) else meta
+            want if want is not None and is_packed(meta.dtype, meta.shape, want, wanted) else meta
             for meta, want in found
         ]
-    sent = _in_file_form(sent, wanted, spelled, problems)
+    sent = _in_file_form(sent, wanted, problems)
     counts = Counter(meta.name for meta in sent)
     problems += [f"{name} is sent {n} times" for name, n in counts.items() if n > 1]
     for meta in sent:
-        want = wanted.get(aliases.get(meta.name, meta.name))
+        want = wanted.get(meta.name)
         if want is None:
-            near = nearest(meta.name, wanted) if len(problems) < _MOST else None
+            near = nearest(meta.name, wanted.tensors) if len(problems) < _MOST else None
             problems.append(f"{meta.name} is unknown" + (f" (nearest: {near})" if near else ""))
         elif (wrong := dtype_fault(meta.dtype, want.dtype)) is not None:
             problems.append(f"{meta.name} {wrong}")  # packed codes have other shapes, too
         elif meta.shape != want.shape:
             problems.append(f"{meta.name} has shape {meta.shape}, the model wants {want.shape}")
     if not partial:
-        owners = {aliases.get(name, name) for name in counts} & set(counts)
+        owners = {wanted.aliases.get(name, name) for name in counts} & set(counts)
         whole = {*components, *map(component_of, counts)}
         problems += [
             f"{name} is missing"
-            for name in wanted
+            for name in wanted.tensors
             if name not in owners and component_of(name) in whole
         ]
     return problems
 
 
 def _in_file_form(
-    sent: Sequence[TensorMeta],
-    wanted: Mapping[str, TensorMeta],
-    spelled: Sequence[WeightSlot],
-    problems: list[str],
+    sent: Sequence[TensorMeta], wanted: WantedWeights, problems: list[str]
 ) -> list[TensorMeta]:
-    spellings = Spellings.of({name: meta.shape for name, meta in wanted.items()}, spelled)
     found = []
     for meta in sent:
         try:
-            parts = spellings.split_shape(meta.name, meta.shape)
+            parts = wanted.spellings.split_shape(meta.name, meta.shape)
         except WeightMismatch as error:
             problems.append(str(error))
             continue
@@ -84,14 +75,12 @@ def _in_file_form(
     return found
 
 
-def _remedy(
-    sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta], aliases: Mapping[str, str]
-) -> str:
+def _remedy(sent: Sequence[TensorMeta], wanted: WantedWeights) -> str:
     """What most differences come of, where that shows; "" where it does not."""
-    names = [meta.name for meta in sent]
-    if names and all(f"model.{name}" in wanted and name not in wanted for name in names):
+    names, tensors = [meta.name for meta in sent], wanted.tensors
+    if names and all(f"model.{name}" in tensors and name not in tensors for name in names):
         return "its names begin within 'model.': send the whole model, not its .model"
-    known = {*wanted, *aliases}
+    known = {*tensors, *wanted.aliases}
     if prefix := _prefix(names, known):
         count = sum(name.startswith(prefix) for name in names)
         others = [name for name in names if not name.startswith(prefix) and name not in known]
@@ -100,7 +89,7 @@ def _remedy(
             f"{count} names begin with {prefix!r}, and are the model's without it{beside}: send "
             "the module that lies there, or take the prefix off"
         )
-    return _of_shards(sent, wanted)
+    return _of_shards(sent, tensors)
 
 
 def _prefix(names: Sequence[str], known: Collection[str]) -> str:
@@ -135,29 +124,20 @@ def _of_shards(sent: Sequence[TensorMeta], wanted: Mapping[str, TensorMeta]) -> 
 
 def check_metadata(
     sent: Sequence[TensorMeta],
-    wanted: Mapping[str, TensorMeta],
-    aliases: Mapping[str, str],
+    wanted: WantedWeights,
     *,
     partial: bool = False,
     components: Sequence[str] = (POLICY,),
-    spelled: Sequence[WeightSlot] = (),
-    schemes: Mapping[str, Scheme] | None = None,
 ) -> None:
     """Raise ``WeightMismatch`` naming every difference (the first dozen spelled out)."""
-    whole = {n: meta for n, meta in wanted.items() if component_of(n) in components}
+    whole = {n: meta for n, meta in wanted.tensors.items() if component_of(n) in components}
     if len(sent) == len(whole) and {meta.name: meta for meta in sent} == whole:
         return
-    known = list(dict.fromkeys(map(component_of, wanted)))
+    known = list(dict.fromkeys(map(component_of, wanted.tensors)))
     check_components((*components, *(component_of(meta.name) for meta in sent)), known)
-    problems = differences(
-        *(sent, wanted, aliases),
-        partial=partial,
-        components=components,
-        spelled=spelled,
-        schemes=schemes,
-    )
+    problems = differences(sent, wanted, partial=partial, components=components)
     if problems:
-        remedy = _remedy(sent, wanted, aliases)
+        remedy = _remedy(sent, wanted)
         listed = some(of_each(problems), _FEW if remedy else _MOST, "; ")
         raise WeightMismatch(
             f"the update does not fit the model: {remedy}{'; ' if remedy else ''}{listed}",
@@ -165,14 +145,12 @@ def check_metadata(
         )
 
 
-def is_packed(
-    dtype: torch.dtype, shape: Shape, wanted: TensorMeta, schemes: Mapping[str, Scheme]
-) -> bool:
-    """Whether a tensor is the codes and scales of ``wanted``, in bytes (``packed_rows``)."""
-    scheme = schemes.get(wanted.name)
+def is_packed(dtype: torch.dtype, shape: Shape, one: TensorMeta, wanted: WantedWeights) -> bool:
+    """Whether a tensor is the codes and scales of ``one``, in bytes (``packed_rows``)."""
+    scheme = wanted.schemes.get(one.name)
     if scheme is None or dtype != torch.uint8:
         return False
-    return shape == packed_shape(wanted.shape, scheme)
+    return shape == packed_shape(one.shape, scheme)
 
 
 def dtype_fault(sent: torch.dtype, wanted: torch.dtype) -> str | None:

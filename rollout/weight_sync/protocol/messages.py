@@ -26,7 +26,7 @@ from rollout.weights.adapters import AdapterSpec
 from rollout.weights.cells import CellGrid
 from rollout.weights.components import POLICY, adapter_of
 from rollout.weights.quantization import SCHEMES, Scheme
-from rollout.weights.spellings import Spellings
+from rollout.weights.wanted import WantedWeights, by_name
 from rollout.wire.codec import (
     ADDED,
     Count,
@@ -126,10 +126,15 @@ class WeightInfo:
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 
     @property
-    def adapter_prefixes(self) -> dict[str, str]:
-        """As ``prefixes``, for the linears of adapters: also those that modules call otherwise."""
-        shapes = {meta.name: meta.shape for meta in self.tensors}
-        return {**self.prefixes, **Spellings.of(shapes, self.spelled).modules()}
+    def wanted(self) -> WantedWeights:
+        return WantedWeights(
+            dtype=self.dtype,
+            tensors=by_name(self.tensors),
+            aliases=self.aliases,
+            prefixes=self.prefixes,
+            spelled=self.spelled,
+            schemes=self.schemes,
+        )
 
     @property
     def schemes(self) -> dict[str, Scheme]:

@@ -108,13 +108,7 @@ def _foreseen(
             f"cannot tell: what a {type(found.obj).__name__} will send is known only as it "
             "comes; pass a dict, a list or the module to have it checked"
         ]
-    wanted = {meta.name: meta for meta in info.tensors}
-    return metadata, differences(
-        *(metadata, wanted, info.aliases),
-        components=found.components,
-        spelled=info.spelled,
-        schemes=info.schemes,
-    )
+    return metadata, differences(metadata, info.wanted, components=found.components)
 
 
 def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float) -> WeightReport:

@@ -45,6 +45,7 @@ from rollout.weight_sync.versions.reader import (
 from rollout.weight_sync.versions.store import Store
 from rollout.weights import CASTABLE, Box, Shape, TensorMeta
 from rollout.weights.components import POLICY
+from rollout.weights.wanted import WantedWeights
 from rollout.wire.codec import to_json, to_plain
 from rollout.wire.frames import tensor_bytes
 
@@ -97,7 +98,8 @@ class VersionWriter:
             raise ConfigError("a version on disk holds the policy alone: write it by itself")
         with ExitStack() as stack:
             group = stack.enter_context(closing(found.rank_group(timeout)))
-            source = Incoming(found.source(aliases={}, dtype=self._dtype, group=group), self._dtype)
+            wanted = WantedWeights(dtype=self._dtype)
+            source = Incoming(found.source(wanted, group=group), wanted)
             committed, self._committed = self._committed, None
             if committed is not None and not (
                 committed.version < version and committed.since_full + 1 < self._anchor_every

@@ -12,6 +12,7 @@ from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights.wanted import WantedWeights
 
 if __name__ == "__main__":
     job = Rank()
@@ -21,7 +22,7 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
 
     source = detect(fully_shard(Tiny())).source(
-        aliases=ALIASES, dtype=torch.bfloat16, timeout=TIMEOUT
+        WantedWeights(aliases=ALIASES, dtype=torch.bfloat16), timeout=TIMEOUT
     )
     job.failing("gather", source.agreement, source, lambda index: killed(1, index))
     agreement = Agreement.over((0, 2), TIMEOUT)

@@ -20,6 +20,7 @@ from weight_sync_source.jobs.tiny import Tiny
 from rollout.errors import DeadlineExceeded
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.update import detect_update
+from rollout.weights.wanted import WantedWeights
 
 BF16 = torch.bfloat16
 
@@ -95,7 +96,7 @@ if __name__ == "__main__":
         "a.weight": distribute_tensor(torch.ones(6, 4), line, [Shard(0)]),
         "b.weight": distribute_tensor(torch.ones(6, 4), pair, [Shard(0)]),
     }
-    source = detect_update(spread, {}).source(aliases={}, dtype=BF16, timeout=TIMEOUT)
+    source = detect_update(spread, {}).source(WantedWeights(dtype=BF16), timeout=TIMEOUT)
     job.failing("elsewhere", source.agreement, source, lambda index: None)
     if job.rank != 2:
         try:

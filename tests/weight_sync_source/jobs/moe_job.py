@@ -16,6 +16,7 @@ from weight_sync_source.jobs.rank import TIMEOUT, Rank
 
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import TensorMeta
+from rollout.weights.wanted import WantedWeights, by_name
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_job.py
 BF16 = torch.bfloat16
@@ -52,7 +53,9 @@ if __name__ == "__main__":
     ]
     for make in (DistributedDataParallel, fsdp2, fsdp1, zero3):
         model = make(AutoModelForCausalLM.from_pretrained(directory))
-        source = detect(model).source(aliases={}, dtype=BF16, timeout=TIMEOUT, tensors=wanted)
+        source = detect(model).source(
+            WantedWeights(dtype=BF16, tensors=by_name(wanted)), timeout=TIMEOUT
+        )
         metadata = source.metadata()
         found, names = {}, []
         for name, tensor in source:

@@ -19,6 +19,7 @@ from rollout.errors import ConfigError
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights.wanted import WantedWeights
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_job.py
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -77,7 +78,7 @@ def documented(job: Rank) -> Any:
 
 def ended_early(model: nn.Module) -> None:
     """An update that ends between a weight and its factors, on all ranks alike."""
-    source = detect(model).source(aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    source = detect(model).source(WantedWeights(aliases=ALIASES, dtype=BF16), timeout=TIMEOUT)
     items = iter(source)
     next(items), next(items), next(items)
     items.close()

@@ -19,6 +19,7 @@ from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.trainer.sources.base import LocalSource
 from rollout.weight_sync.trainer.sources.update import detect_update
+from rollout.weights.wanted import WantedWeights
 
 TIMEOUT = 40.0  # for what must succeed, also where a rank is slow to start
 SHORT = 3.0  # for what must fail at its deadline
@@ -38,7 +39,7 @@ class Rank:
         """What this rank says of ``obj``, which it does not send."""
         try:
             detect_update(obj, {}).source(
-                aliases=ALIASES, dtype=torch.float32, timeout=TIMEOUT
+                WantedWeights(aliases=ALIASES, dtype=torch.float32), timeout=TIMEOUT
             ).agreement.close()
             self.outcome[name] = None
         except Exception as error:
@@ -54,7 +55,9 @@ class Rank:
     ) -> None:
         """Stream ``obj`` as the publisher does: a vote after each bucket; the sender saves all."""
         found_source = detect_update(obj, adapters or {})
-        source = found_source.source(aliases=ALIASES, dtype=dtype, timeout=TIMEOUT, partial=partial)
+        source = found_source.source(
+            WantedWeights(aliases=ALIASES, dtype=dtype), timeout=TIMEOUT, partial=partial
+        )
         metadata = source.metadata()
         found: dict[str, Tensor] = {}
         headers = []

@@ -20,6 +20,7 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weights import TensorMeta
+from rollout.weights.wanted import WantedWeights, by_name
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.arange(12).view(2, 6)
@@ -130,7 +131,7 @@ def failures(job: Rank) -> None:
         if job.rank == 1 and index == 2:
             raise ValueError("the trainer tripped")
 
-    source = detect(model).source(aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    source = detect(model).source(WantedWeights(aliases=ALIASES, dtype=BF16), timeout=TIMEOUT)
     job.failing("raises", source.agreement, list(source), on_rank_1)
 
     agreement = detect(model).rank_group(TIMEOUT)
@@ -242,7 +243,9 @@ def untied_there(job: Rank) -> None:
     """The engine holds a head of its own, and the trainer ties it."""
     state = Tiny().state_dict()
     held = [TensorMeta(name, BF16, tuple(tensor.shape)) for name, tensor in state.items()]
-    source = detect(sharded(Tiny())).source(aliases={}, dtype=BF16, timeout=TIMEOUT, tensors=held)
+    source = detect(sharded(Tiny())).source(
+        WantedWeights(dtype=BF16, tensors=by_name(held)), timeout=TIMEOUT
+    )
     equal = {}
     for name, tensor in source:
         values = source.local_values(name)
@@ -260,7 +263,7 @@ def who_calls(job: Rank) -> None:
     together = (model, state, list(state.items()), DistributedDataParallel(Tiny()))
     job.outcome["alone"] = [detect(obj).calls_alone() for obj in alone]
     job.outcome["together"] = [detect(obj).calls_alone() for obj in together]
-    used = detect(model).source(aliases=ALIASES, dtype=BF16, timeout=TIMEOUT)
+    used = detect(model).source(WantedWeights(aliases=ALIASES, dtype=BF16), timeout=TIMEOUT)
     assert detect(used).rank_group() is used.agreement
     used.agreement.close()
     try:

@@ -12,6 +12,7 @@ from weight_sync_source.jobs.rank import TIMEOUT, Rank
 from weight_sync_source.jobs.tiny import ALIASES, Tiny
 
 from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights.wanted import WantedWeights
 
 # Its shared-memory collective would be compiled with g++ first; gloo does the same.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -64,7 +65,9 @@ if __name__ == "__main__":
         job.refused("changed", three)
     job.refused("no longer gathered", three)
 
-    source = detect(three).source(aliases=ALIASES, dtype=torch.bfloat16, timeout=TIMEOUT)
+    source = detect(three).source(
+        WantedWeights(aliases=ALIASES, dtype=torch.bfloat16), timeout=TIMEOUT
+    )
 
     def on_rank_1(index: int) -> None:
         if job.rank == 1 and index == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -30,19 +30,10 @@ from rollout.weight_sync.trainer.sources.kinds import (
 )
 from rollout.weight_sync.trainer.sources.names import Naming, held_by
 from rollout.weight_sync.trainer.sources.values import Incoming
-from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
-from rollout.weights.components import (
-    POLICY,
-    adapter_of,
-    check_components,
-    component_of,
-    own_name,
-    own_names,
-)
+from rollout.weights.components import POLICY, adapter_of, check_components
 from rollout.weights.names import file_form, placed
-from rollout.weights.quantization import Scheme
-from rollout.weights.spellings import Spellings
+from rollout.weights.wanted import WantedWeights
 
 _SOURCES = (nn.Module, WeightSource, Mapping, str, Path, Iterator, *READ_TWICE)  # no tensor is one
 
@@ -86,52 +77,26 @@ class Detected:
 
     def source(
         self,
+        wanted: WantedWeights,
         *,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype,
         group: RankGroup | None = None,
         timeout: float = DEFAULT_TIMEOUT,
-        tensors: Sequence[TensorMeta] = (),
         partial: bool = False,
-        prefixes: Mapping[str, str] | None = None,
-        spelled: Sequence[WeightSlot] = (),
-        schemes: Mapping[str, Scheme] | None = None,
     ) -> WeightSource:
-        """It as a ``WeightSource`` whose float tensors travel as ``dtype``.
+        """It as a ``WeightSource`` of what is ``wanted``.
 
-        ``aliases``: the engine's map from names that may be sent to the tensor that owns them.
         ``group``: what ``rank_group`` returned; formed here (collectively, within ``timeout``
-        seconds) when absent. ``tensors``: what the engine wants, in file form: names that spell
-        them otherwise (transformers' fused experts) are split into it; a ``WeightSource`` is
-        returned as it is where there is nothing to split. A PEFT model's adapters are merged
-        weight by weight; ``partial`` leaves out what they do not change. ``prefixes``: what the
-        engine knows before names (``weights.names.placed``); ``spelled``: the names in memory that
-        it tells of (``WeightInfo``);
-        ``schemes``: of the tensors whose codes it takes. Tables of several components are in
-        qualified names. Raises ``ConfigError`` naming the layer that cannot be merged;
-        ``SourceFailed`` when there is no tensor.
+        seconds) when absent. What spells tensors of files otherwise (transformers' fused experts)
+        is split into them; a ``WeightSource`` is returned as it is where there is nothing to split.
+        A PEFT model's adapters are merged weight by weight; ``partial`` leaves out what they do not
+        change. Raises ``ConfigError`` naming the layer that cannot be merged; ``SourceFailed`` when
+        there is no tensor.
         """
         if self.parts:
             group = group if group is not None else self.rank_group(timeout)
             return together(
                 {
-                    component: part.source(
-                        aliases=own_names(component, aliases),
-                        dtype=dtype,
-                        group=group,
-                        tensors=[
-                            replace(meta, name=own_name(meta.name))
-                            for meta in tensors
-                            if component_of(meta.name) == component
-                        ],
-                        partial=partial,
-                        prefixes=own_names(_model_of(component), prefixes or {}),
-                        spelled=[
-                            replace(slot, source=own_name(slot.source), param=own_name(slot.param))
-                            for slot in spelled
-                            if component_of(slot.param) == component
-                        ],
-                    )
+                    component: part.source(wanted.of(component), group=group, partial=partial)
                     for component, part in self.parts
                 },
                 group,
@@ -140,12 +105,11 @@ class Detected:
             source: WeightSource = self.obj
         else:
             group = group if group is not None else self.rank_group(timeout)
-            before, known = prefixes or {}, frozenset(meta.name for meta in tensors)
+            before, known = wanted.prefixes, wanted.tensors.keys()
             name_of = (lambda raw: placed(file_form(raw), before)) if before else file_form
-            naming = Naming(aliases, dtype, name_of, schemes or {}, known)
-            source = self._merged(naming, dtype, group, partial)
-        spellings = Spellings.of({meta.name: meta.shape for meta in tensors}, spelled)
-        if not spellings:
+            naming = Naming(wanted.aliases, wanted.dtype, name_of, wanted.schemes, known)
+            source = self._merged(naming, wanted.dtype, group, partial)
+        if not wanted.spellings:
             return source
         from rollout.weight_sync.trainer.sources.spelled import (
             LocalSpelledSource,
@@ -153,7 +117,7 @@ class Detected:
         )
 
         kind = LocalSpelledSource if isinstance(source, LocalSource) else SpelledSource
-        return kind(source, spellings)
+        return kind(source, wanted.spellings)
 
     def read(self, info: WeightInfo, group: RankGroup, *, partial: bool = False) -> Incoming:
         """Its source as the engine that announced ``info`` wants it: checked, cast, in pieces.
@@ -163,29 +127,17 @@ class Detected:
         """
         models = [part for part in self.components if adapter_of(part) is None]
         check_components(models, info.components)
-        has_adapters = len(models) < len(self.components)
-        prefixes = info.adapter_prefixes if has_adapters else info.prefixes
+        wanted = info.wanted
+        if len(models) < len(self.components):
+            wanted = replace(wanted, prefixes=wanted.adapter_prefixes)
         adapters = {
-            name: part.spec(prefixes)
+            name: part.spec(wanted.prefixes)
             for component, part in self.parts
             if (name := adapter_of(component)) is not None
         }
         check_adapters(adapters, info)
-        source = self.source(
-            aliases=info.aliases,
-            dtype=info.dtype,
-            group=group,
-            tensors=info.tensors,
-            partial=partial,
-            prefixes=prefixes,
-            spelled=info.spelled,
-            schemes=info.schemes,
-        )
-        return Incoming(
-            *(source, info.dtype, info.tensors, info.aliases, self.components, adapters),
-            merged=self.merged,
-            schemes=info.schemes,
-        )
+        source = self.source(wanted, group=group, partial=partial)
+        return Incoming(source, wanted, self.components, adapters, self.merged)
 
     @property
     def merged(self) -> tuple[str, ...]:
@@ -361,8 +313,3 @@ def _opened(obj: Iterable[Any]) -> Any:
 def _raising(error: Exception) -> Iterator[Any]:
     raise error
     yield  # a generator
-
-
-def _model_of(component: str) -> str:
-    """The component whose names a component's tensors have: an adapter's are the policy's."""
-    return component if adapter_of(component) is None else POLICY

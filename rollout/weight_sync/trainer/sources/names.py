@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -33,7 +33,7 @@ class Naming:
     dtype: torch.dtype | None
     name_of: NameOf = file_form
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
-    known: frozenset[str] = frozenset()
+    known: Collection[str] = ()
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """What a tensor of ``dtype`` travels as, under the name that it is sent by."""

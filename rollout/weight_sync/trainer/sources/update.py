@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from rollout.config import DEFAULT_TIMEOUT
@@ -25,11 +24,10 @@ from rollout.weight_sync.trainer.sources.detect import Detected, combined, detec
 from rollout.weight_sync.trainer.sources.kinds import bare_module, ranks_of_whole
 from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.names import Naming
-from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_component
 from rollout.weights.names import placed
-from rollout.weights.quantization import Scheme
+from rollout.weights.wanted import WantedWeights
 
 
 def own_adapters(obj: Any) -> dict[str, Any]:
@@ -112,22 +110,17 @@ class DetectedAdapter(Detected):
 
     def source(
         self,
+        wanted: WantedWeights,
         *,
-        aliases: Mapping[str, str],
-        dtype: torch.dtype,
         group: RankGroup | None = None,
         timeout: float = DEFAULT_TIMEOUT,
-        tensors: Sequence[TensorMeta] = (),
         partial: bool = False,
-        prefixes: Mapping[str, str] | None = None,
-        spelled: Sequence[WeightSlot] = (),
-        schemes: Mapping[str, Scheme] | None = None,
     ) -> WeightSource:
-        """As ``Detected.source``; of a model's settings ``prefixes`` alone are of use."""
+        """As ``Detected.source``."""
         from rollout.weight_sync.trainer.sources.plain import PlainSource
 
         group = group if group is not None else self.rank_group(timeout)
-        prefixes = prefixes or {}
+        dtype, prefixes = wanted.dtype, wanted.prefixes
         if isinstance(self.obj, PeftAdapter):
             naming = Naming({}, dtype, lambda raw: placed(raw, prefixes))
             return PlainSource(dict(self.obj.tensors), naming, group)

@@ -6,7 +6,7 @@ was announced; native code reads by address and relies on that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -32,7 +32,7 @@ from rollout.weight_sync.trainer.sources.pairs import pair_of
 from rollout.weights import Box, TensorMeta
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_of
-from rollout.weights.quantization import Scheme
+from rollout.weights.wanted import WantedWeights
 from rollout.wire.frames import DTYPES
 
 _SENDABLE = frozenset(DTYPES.values())
@@ -150,29 +150,22 @@ def local_part(tensor: Any) -> Any:
 class Incoming:
     """A trainer's source as everything that sends or digests it reads it: checked, cast, in pieces.
 
-    ``dtype``: of plain floats. ``wanted``: what the engine announced (nothing where there is no
-    engine), and its ``aliases``; ``components``: what is sent of, ``adapters`` among them;
-    ``merged``: see ``UpdateRequest``; ``schemes``: of tensors whose codes are
-    taken. What cannot be cast to that dtype sensibly is a
-    ``WeightMismatch`` that names the tensor and both dtypes. Values of other ranks than the first
-    are not read, unless locally.
+    ``wanted``: of no tensors where there is no engine. ``components``: what is sent of,
+    ``adapters`` among them; ``merged``: see ``UpdateRequest``. What cannot be cast to the dtype
+    that is wanted sensibly is a ``WeightMismatch`` that names the tensor and both dtypes. Values of
+    other ranks than the first are not read, unless locally.
     """
 
     def __init__(
         self,
         inner: WeightSource,
-        dtype: torch.dtype,
-        wanted: Sequence[TensorMeta] = (),
-        aliases: Mapping[str, str] | None = None,
+        wanted: WantedWeights,
         components: tuple[str, ...] = (POLICY,),
         adapters: Mapping[str, AdapterSpec] | None = None,
         merged: tuple[str, ...] = (),
-        schemes: Mapping[str, Scheme] | None = None,
     ) -> None:
         self.inner, self.components, self.adapters = inner, components, dict(adapters or {})
-        self.merged, self._schemes = merged, schemes or {}
-        self._dtype, self._aliases = dtype, aliases or {}
-        self._wanted = {meta.name: meta for meta in wanted}
+        self.merged, self._wanted, self._dtype = merged, wanted, wanted.dtype
         self._left: Tensor | None = None  # the last that was yielded as it is
         self._at_hand: list[tuple[str, Tensor]] | None = None
 
@@ -265,10 +258,10 @@ class Incoming:
         return tensor.to(wire_dtype(name, tensor.dtype, self._dtype))
 
     def _check_dtype(self, name: str, tensor: Tensor) -> None:
-        want = self._wanted.get(self._aliases.get(name, name))
+        want = self._wanted.get(name)
         if want is not None and want.dtype == tensor.dtype:
             return
-        if want is not None and is_packed(tensor.dtype, tuple(tensor.shape), want, self._schemes):
+        if want is not None and is_packed(tensor.dtype, tuple(tensor.shape), want, self._wanted):
             return
         if (wrong := dtype_fault(tensor.dtype, self._dtype if want is None else want.dtype)) and (
             want is not None or tensor.dtype.is_floating_point
