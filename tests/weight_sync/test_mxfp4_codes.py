@@ -79,7 +79,7 @@ def test_a_start_keeps_the_codes_and_scales_of_the_files(releases, engine) -> No
 def test_a_directory_a_dict_and_a_stream_leave_what_a_start_leaves(releases, engine) -> None:
     (first, _), (path, files) = releases
     wanted = live_of(started(path))
-    for source in (str(path), files, reversed(files.items())):
+    for source in (str(path), files, reversed(files.items()), {"policy": str(path)}):
         Trainer(engine, "inline").send(str(first))
         assert not same(engine.live(), wanted)
         receipt = Trainer(engine, "inline").send(source)

@@ -58,9 +58,8 @@ def digest_of_all(models: int, adapters: Iterable[int]) -> int:
 def check_adapters(adapters: Mapping[str, AdapterSpec], info: WeightInfo) -> None:
     """Before anything is gathered: ``ConfigError`` where the engine holds no such adapters."""
     check_room(adapters, info.max_adapters, info.max_lora_rank)
-    wanted = info.wanted
     for name, spec in adapters.items():
-        adapter_tensors(name, spec, wanted)
+        adapter_tensors(name, spec, info.wanted)
 
 
 def check_merged(merged: Collection[str], served: Collection[str], *, sent: bool) -> None:
