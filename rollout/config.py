@@ -400,10 +400,6 @@ class EngineConfig:
 
     def _check_together(self) -> None:
         """Settings that do not go with others, or not without them."""
-        if self.components and self.quantization not in ("none", "auto"):
-            raise ConfigError(
-                f"quantization={self.quantization!r} does not go with components yet: leave one out"
-            )
         if self.code_revision is not None and not self.trust_remote_code:
             raise ConfigError(
                 f"code_revision={self.code_revision!r} is of code that is run with "

@@ -85,7 +85,7 @@ class ResolvedModel:
 
 def _holds_quantized(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether weights of this model can be held in fewer bits, under these settings."""
-    if model.hf_values is not None or config.deterministic or config.components:
+    if model.hf_values is not None or config.deterministic:
         return False
     if model.quantization != MXFP4.name or model.moe is None or config.expert_parallel:
         return True

@@ -21,8 +21,9 @@ from rollout.weights.spellings import Spellings
 class ComponentModels(Model):
     """The ``policy``, and the ``others`` by component: loaded, digested and committed together.
 
-    Only the policy runs; the others are held for whoever reads them. Their tensors, aliases and
-    prefixes are in ``table`` as ``component:name``, their parameters as ``component.name``.
+    Only the policy runs, and it alone may be quantised; the others are held for whoever reads them.
+    Their tensors, aliases and prefixes are in ``table`` as ``component:name``, their parameters as
+    ``component.name``.
     """
 
     def __init__(self, policy: Model, others: Mapping[str, Model]) -> None:
@@ -79,15 +80,11 @@ class ComponentModels(Model):
 
 def _merged(tables: Mapping[str, WeightTable]) -> WeightTable:
     slots = {
-        qualified(component, source): tuple(
-            WeightSlot(
-                qualified(component, s.source), s.shape, s.take, f"{component}.{s.param}", s.put
-            )
-            for s in found
-        )
+        qualified(component, source): tuple(_merged_slot(component, slot) for slot in found)
         for component, table in tables.items()
         for source, found in table.slots.items()
     }
+    policy = tables[POLICY]
     return WeightTable(
         slots,
         {f"{c}.{name}": spec for c, table in tables.items() for name, spec in table.params.items()},
@@ -104,4 +101,12 @@ def _merged(tables: Mapping[str, WeightTable]) -> WeightTable:
         prefixes={
             a: b for c, t in tables.items() for a, b in qualified_names(c, t.prefixes).items()
         },
+        quantized={_merged_slot(POLICY, slot): row for slot, row in policy.quantized.items()},
+        pending=policy.pending,
+        digests=f"{POLICY}.{policy.digests}",
     )
+
+
+def _merged_slot(component: str, slot: WeightSlot) -> WeightSlot:
+    source, param = qualified(component, slot.source), f"{component}.{slot.param}"
+    return replace(slot, source=source, param=param)

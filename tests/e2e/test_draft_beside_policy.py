@@ -42,10 +42,12 @@ def head(value: float) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="module", params=[(1, "int8"), (2, "none")], ids=["tp1-int8", "tp2"])
 def engine(request, checkpoints, beside):
+    size, scheme = request.param
     components = {"draft": beside["draft_a"], "mtp": str(beside["head"])}
-    with start(checkpoints["a"], request.param, components=components, max_adapters=2) as rollout:
+    settings = {"components": components, "max_adapters": 2, "quantization": scheme}
+    with start(checkpoints["a"], size, **settings) as rollout:
         yield rollout
 
 

@@ -425,10 +425,11 @@ class ModelInstances:
         if components is None:
             return frozenset()
         return frozenset(
-            slot.param
+            param
             for slots in self._table.slots.values()
             for slot in slots
             if component_of(slot.source) not in components
+            for param in self._table.params_of(slot)
         )
 
     def _note_steps(self, moved: bool) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout.kernels import digest_cells, quantize
 from rollout.models.weight_io.patch_journal import PatchJournal
-from rollout.models.weight_io.table import DIGESTS, SCALE, WeightTable
+from rollout.models.weight_io.table import SCALE, WeightTable
 from rollout.weights import PLAIN, CellPatch, Layout, Shape, WeightSlot
 from rollout.weights.cells import CellGrid
 
@@ -67,7 +67,7 @@ class CellPatches:
             values, replaced = patch.values[here].to(device), patch.replaced[here].to(device)
             self._replace(slot, grid, corners[part], values, replaced)
         if self._journal is not None:
-            self._journal.note_whole(DIGESTS)
+            self._journal.note_whole(self._table.digests)
         return len(kept) * grid.rows * grid.columns
 
     def _replace(
@@ -83,7 +83,7 @@ class CellPatches:
         codes, scales = quantize(values.view(n * rows, columns), alone)
         live = self._write_codes(slot, corners, codes.view(n, rows, -1))
         live += self._write_scales(slot, grid, corners, scales.view(n, rows, 1))
-        row = self._storages[DIGESTS][self._table.quantized[slot]]
+        row = self._storages[self._table.digests][self._table.quantized[slot]]
         row += torch.stack((sent.sum() - replaced.sum(), live, bad.sum())).to(row.device)
 
     def _write_codes(self, slot: WeightSlot, corners: Tensor, codes: Tensor) -> Tensor:

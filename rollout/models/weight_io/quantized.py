@@ -15,7 +15,7 @@ from rollout.kernels import copy_into_box, digest, quantize
 from rollout.models.weight_io.cell_patches import CellPatches
 from rollout.models.weight_io.patch_journal import PatchJournal
 from rollout.models.weight_io.slots import read_box
-from rollout.models.weight_io.table import DIGESTS, SCALE, WeightTable
+from rollout.models.weight_io.table import SCALE, WeightTable
 from rollout.weights import (
     Box,
     LazyTensor,
@@ -72,7 +72,7 @@ class QuantizedIO:
     (``packed_rows``), are kept as they are; changed cells go through ``cells``. A cell (what shares
     a scale) is taken when all of it has come, wherever the ranks cut it: pieces that hold whole
     rows of cells at once, others wait in bands of ``BAND`` rows, in ``dtype``, of at most
-    ``table.pending`` elements. With the codes goes a row of ``DIGESTS`` for each slot: the digest
+    ``table.pending`` elements. With the codes goes a row of the digests for each slot: the digest
     of what was sent, in ``dtype`` or in bytes, that of codes and scales, and how many values were
     not finite. So ``digest`` can say of what is in memory what it was made from.
     """
@@ -300,8 +300,8 @@ class QuantizedIO:
         copy_into_box(storage, stored, _in_bytes(put, scheme), codes, spec.layout)
         into = self._storages[slot.param + SCALE][put.slices[:-1]]
         into.copy_(scales.reshape(into.shape))
-        for name in (slot.param, slot.param + SCALE, DIGESTS):
-            if self._journal is not None:
+        if self._journal is not None:
+            for name in self._table.params_of(slot):
                 self._journal.note_whole(name)
         return own, codes, scales
 
@@ -340,7 +340,7 @@ class QuantizedIO:
         return found
 
     def _recorded(self, slot: WeightSlot) -> Tensor:
-        return self._storages[DIGESTS][self._table.quantized[slot]]
+        return self._storages[self._table.digests][self._table.quantized[slot]]
 
 
 def _part_of(

@@ -54,8 +54,8 @@ class WeightTable:
     ``params``: parameter name -> spec; ``aliases``: a source that must equal another, -> its owner;
     ``spellings``: other names under which the sources may come; ``prefixes``: what may stand before
     them, and what a checkpoint may have and this model has not; see ``weights.names.placed``.
-    ``quantized``: slots of quantised parameters, numbered; ``pending``: elements
-    of such tensors that a load may keep until their cells are complete.
+    ``quantized``: slots of quantised parameters, by their rows of the parameter ``digests``;
+    ``pending``: elements of such tensors that a load may keep until their cells are complete.
     """
 
     slots: Mapping[str, tuple[WeightSlot, ...]]
@@ -66,6 +66,13 @@ class WeightTable:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     quantized: Mapping[WeightSlot, int] = field(default_factory=dict)
     pending: int = 0
+    digests: str = DIGESTS
+
+    def params_of(self, slot: WeightSlot) -> tuple[str, ...]:
+        """The parameters that hold what comes for a slot."""
+        if slot not in self.quantized:
+            return (slot.param,)
+        return (slot.param, slot.param + SCALE, self.digests)
 
     def scheme(self, slot: WeightSlot) -> Scheme:
         """Of the parameter of a quantised slot."""
