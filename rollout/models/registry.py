@@ -69,7 +69,9 @@ class Registry:
         that name is declared itself, or is none, or has no declared decoder of text alone.
         """
         stem = architecture.removesuffix(CLASSIFIER)
-        if stem == architecture or architecture in {*self.entries, *installed_models()}:
+        if stem == architecture or architecture in self.entries:
+            return None
+        if architecture in installed_models():
             return None
         for name in (f"{stem}{DECODER}", f"{stem.removesuffix('Text')}{DECODER}"):
             if name in self.entries:
@@ -80,10 +82,11 @@ class Registry:
 
     def _first_known(self, architectures: Iterable[str]) -> str | None:
         names = list(architectures)
-        for known in (self.entries, installed_models()):
-            for name in names:
-                if name in known:
-                    return name
+        if found := [name for name in names if name in self.entries]:
+            return found[0]
+        installed = installed_models()  # asks every package on the disk
+        if found := [name for name in names if name in installed]:
+            return found[0]
         return next((name for name in names if self.decoder_of(name) is not None), None)
 
     def refusal(self, names: list[str], why: str = "") -> ConfigError:

@@ -25,6 +25,16 @@ def test_an_unknown_architecture_lists_those_most_like_it():
     assert len(text) < 500
 
 
+def test_what_is_declared_here_asks_no_installed_package(monkeypatch):
+    """It would read the files of all of them, at every start."""
+    asked = []
+    monkeypatch.setattr("rollout.models.registry.installed_models", lambda: asked.append(1) or {})
+    assert Registry().choose(["Strange", "Qwen3ForCausalLM"]) == "Qwen3ForCausalLM"
+    assert not asked
+    assert not Registry().knows(["Strange"])
+    assert asked
+
+
 def test_registering_gives_a_wider_registry_and_leaves_the_first_as_it_was():
     first = Registry()
     wider = first.register_model(
