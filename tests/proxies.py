@@ -14,7 +14,9 @@ class Proxy:
     ``cut_after``: bytes from the client, over all connections, behind which the connection that
     carries them is reset, once per entry. ``refusing``: whether new connections are dropped.
     ``lose``: what the first of the next requests begins with, whose reply is lost with its
-    connection, one entry after the other; ``lost`` counts them. ``hold``: a partition.
+    connection, one entry after the other; ``lost`` counts them. ``hold``: a partition. ``longest``:
+    bytes of a piece; behind a longer one nothing of its connection's direction arrives any more, as
+    where large packets are lost.
     """
 
     def __init__(self, target: str, cut_after: tuple[int, ...] = ()) -> None:
@@ -23,6 +25,7 @@ class Proxy:
         self._cuts = list(cut_after)
         self.refusing = self.silent = False
         self.refuse_after_cut = False
+        self.longest = 1 << 16
         self.up = self.down = self.cuts = self.lost = 0
         self.lose: list[bytes] = []
         self._flows = {up: threading.Event() for up in (True, False)}  # by direction
@@ -79,9 +82,11 @@ class Proxy:
     def _forward(
         self, source: socket.socket, sink: socket.socket, up: bool, losing: threading.Event
     ) -> None:
+        stuck = False
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if self.silent:
+                stuck = stuck or len(data) > self.longest
+                if self.silent or stuck:
                     continue
                 self._flows[up].wait()
                 if up and self._counted(len(data)):

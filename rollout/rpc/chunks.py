@@ -16,6 +16,7 @@ from rollout.wire.codec import to_json
 UPDATE = f"/{pb.DESCRIPTOR.services_by_name['WeightSync'].full_name}/Update"
 _TAG = bytes([pb.UpdateCommand.CHUNK_FIELD_NUMBER << 3 | 2])  # of a field that has a length
 _MAX_VARINT = 10  # bytes
+_PACKET = 9 << 10  # bytes: a packet has fewer, where frames are jumbo, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,13 @@ class Chunk:
 def document(noun: Any, write: Callable[[Any], bytes] = to_json) -> Any:
     """A noun of updates as a message; ``write``: its JSON."""
     return pb.WeightDocument(json=write(noun))
+
+
+def padded(noun: Any) -> Any:
+    """As ``document``, as long as the longest packets of a lease's path: to a member that gets the
+    short ones alone (a smaller MTU on the way, of which nobody is told) no call would come through.
+    """
+    return pb.WeightDocument(json=to_json(noun).ljust(_PACKET))
 
 
 def command_to_wire(command: Any) -> bytes:

@@ -36,7 +36,7 @@ from rollout.generation import (
 from rollout.generation.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.address import split_address
-from rollout.rpc.chunks import document
+from rollout.rpc.chunks import document, padded
 from rollout.rpc.connection import Connection
 from rollout.rpc.convert import (
     Messages,
@@ -374,7 +374,7 @@ class RolloutClient:
         return receipt
 
     def serve(self, grant: Grant) -> Standing:
-        return from_json(Standing, self._ask("Serve", document(grant), self.timeout).json)
+        return from_json(Standing, self._ask("Serve", padded(grant), self.timeout).json)
 
     def routes(self, ask: AskRoutes, timeout: float) -> Routes:
         """Of a fleet's coordinating front: who its members are, and how they are reached."""

@@ -107,6 +107,20 @@ def test_a_member_behind_a_partition_keeps_no_verb_from_the_others_and_is_brough
     assert not engines[2].generate(cached, GREEDY)[0].num_cached_tokens
 
 
+def test_a_member_that_gets_short_packets_alone_is_given_no_calls(parted, proxies):
+    """Leases went through, and each call that was sent there waited for the keepalive."""
+    long = [[5, 6, 7, n] * 50 for n in range(12)]
+    assert parted.rollout.generate(long, GREEDY)
+    proxies[2].longest = 1400
+    eventually(lambda: len(parted.fleet.serving()) == 2)
+    begun = time.monotonic()
+    assert all(output.finished for output in parted.rollout.generate(long, GREEDY))
+    assert time.monotonic() - begun < 4 * parted.fleet.lease
+    proxies[2].longest = 1 << 16
+    proxies[2].cut()
+    parted.fleet.wait_serving(3, 60.0)
+
+
 def test_a_front_that_routes_only_waits_for_nobody_behind_a_partition(parted, proxies):
     with Proxy(parted.rollout.address) as way:
         other = OneMore(way.address)

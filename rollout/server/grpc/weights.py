@@ -12,7 +12,7 @@ import grpc
 
 from rollout.errors import EngineClosed, InvalidRequest, RolloutError, TransferFailed
 from rollout.rpc import rollout_pb2 as pb
-from rollout.rpc.chunks import document
+from rollout.rpc.chunks import document, padded
 from rollout.rpc.tls import ServerTls
 from rollout.server.grpc.relay import GONE, Relay, Relays
 from rollout.server.grpc.services import (
@@ -77,7 +77,7 @@ class WeightSyncService:
     @answers
     async def Serve(self, request: Any) -> Any:  # noqa: N802
         grant, backend = from_json(Grant, request.json), self._rollout.backend
-        return document(await asyncio.to_thread(backend.serve, grant))
+        return padded(await asyncio.to_thread(backend.serve, grant))
 
     @answers
     async def Routes(self, request: Any) -> Any:  # noqa: N802
