@@ -8,12 +8,14 @@ from uuid import uuid4
 import pytest
 import torch
 from fleet_front import ENGINE, LEASE, Front
+from proxies import Proxy
 from tiny_models import write_tiny
 
 from rollout import Rollout
 from rollout.cli.plan_fleet import plan_fleet
 from rollout.errors import ConfigError, EngineClosed, TransferFailed
 from rollout.fleet.link import Link
+from rollout.fleet.updates import channel
 from rollout.fleet.updates.hosts import CardMemory
 from rollout.fleet.updates.ways import ways
 from rollout.rpc.update_channel import GrpcWeightChannel
@@ -246,6 +248,33 @@ def test_a_host_that_is_silent_to_the_others_costs_their_patience_once(
         ways = [told(front.rollout.update_weights(trained, **OPTIONS))[third] for _ in range(2)]
     assert ways[0].startswith(f"the front: {first} does not reach it: no answer within 2.5 s; ")
     assert ways[1] == f"the front: {first} did not reach it lately"
+
+
+def test_a_way_between_hosts_that_loses_the_bytes_costs_an_update_its_patience_once(
+    far, tmp_path, trained, monkeypatch
+):
+    """What connects them may carry short packets alone."""
+    monkeypatch.setattr(relay, "SILENCE", (0.5, 0.5))
+    monkeypatch.setattr(channel, "SILENT", 0.4)
+    front = Front(tmp_path / "record", far)
+    forwarding = Link.forwarding
+    with ExitStack() as stack:
+        stack.callback(front.close)
+        third = front.names[2]
+        way = stack.enter_context(Proxy(third))
+        way.longest = 1400
+
+        def forwards(link, *given):
+            wanted = forwarding(link, *given)
+            return replace(wanted, address=way.address) if link.name == third else wanted
+
+        monkeypatch.setattr(Link, "forwarding", forwards)
+        front.fleet.wait_serving(4, WAIT)
+        receipts = [front.rollout.update_weights(trained, **OPTIONS) for _ in range(2)]
+    ways = [told(receipt)[third] for receipt in receipts]
+    assert ways[0].endswith("the front from bucket 0 on: no sign of life for 0.5 s")
+    assert ways[1] == f"the front: {front.names[0]} did not reach it lately"
+    assert all(set(one.details["members"].values()) == {"committed"} for one in receipts)
 
 
 def test_a_member_says_that_it_does_not_reach_the_one_that_it_is_to_bring_up_to_date(engines):

@@ -1,6 +1,7 @@
 """What a peer that feeds an update may say, and what it is refused."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 from rollout.errors import TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import Chunk
+from rollout.rpc.client import RolloutClient
 from rollout.server.grpc import weights
-from rollout.server.grpc.relay import DUE, Relay, Relays
+from rollout.server.grpc.relay import DUE, Forwarder, Relay, Relays
+from rollout.weight_sync.protocol.link import Forward
 from rollout.weight_sync.protocol.messages import BucketHeader, Message
 from rollout.wire.codec import to_json
 
@@ -110,3 +113,21 @@ def test_a_connection_by_which_nothing_comes_any_more_is_let_go(relay, monkeypat
         asyncio.run(weights._fed(relay, silent()))
     why, first = relay.brought(0, 20.0)
     assert ("no sign of life" in why, first) == (True, 0)
+
+
+def test_a_relay_ends_without_the_connection_of_its_feed(relay, monkeypatch):
+    """Its end may wait for seconds: for bytes on their way to a host that does not get them."""
+    go, closed = threading.Event(), threading.Event()
+
+    def close(client):
+        go.wait(20)
+        closed.set()
+
+    monkeypatch.setattr(RolloutClient, "close", close)
+    monkeypatch.setattr(RolloutClient, "feed", lambda client, commands, limit: None)
+    wanted = Forward(address="127.0.0.1:1", update_id="u1", secret="secret", timeout=1.0)
+    relay.forward(Forwarder(wanted, None))
+    relay.close()
+    assert not closed.is_set()
+    go.set()
+    assert closed.wait(20)

@@ -185,11 +185,15 @@ class FleetChannel:
     def _wait(self, index: int, timeout: float) -> None:
         # Where it will lie in another member's memory, that one has to have it first.
         second = {part.name for part in self._parts.values() if part.maps in self._parts}
+        silent: list[tuple[str, str]] = []  # who fed in vain, and whom
 
         def take(part: Part) -> None:
             self._announce(part, index)
+            began = time.monotonic()
             first, lost = self._took(part, index, timeout)
             if lost:
+                if time.monotonic() - began > SILENT:
+                    silent.append((part.feeder, part.name))
                 part.is_lost(first, lost)
                 self._announce(part, index)
                 part.channel.wait(index, timeout)
@@ -197,6 +201,9 @@ class FleetChannel:
         self._each(take, only=self._parts.keys() - second)
         if second:
             self._each(take, only=second)
+        for feeder, fed in silent:
+            if feeder in self._parts:  # it has the bucket: the way between them lost it
+                self._does_not_reach(feeder, fed)
         if self._left.pop(index, None) is not None:
             self._waiting = index + 1
 
@@ -374,11 +381,15 @@ class FleetChannel:
                 if problem := part.channel.forward(wanted):
                     to.fed_by = f"{FRONT}: {part.name} does not reach it: {problem}"[:300]
                     if time.monotonic() - began > SILENT:
-                        unreached[to.name] = time.monotonic() + TRY_AGAIN
+                        self._does_not_reach(part.name, to.name)
                 else:
                     to.feeder = to.fed_by = part.name
 
         self._each(forward)
+
+    def _does_not_reach(self, feeder: str, fed: str) -> None:
+        """What that costs is not paid again by the next updates."""
+        self._transaction.links[feeder].unreached[fed] = time.monotonic() + TRY_AGAIN
 
     def _begin_joining(self, part: Part, request: UpdateRequest) -> Begun:
         """On a member that does not serve: it keeps the others waiting for a bounded time alone."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rollout.distributed.native_thread import NativeThread
 from rollout.errors import TransferFailed
 from rollout.rpc import rollout_pb2 as pb
 from rollout.rpc.chunks import Chunk
@@ -288,7 +289,10 @@ class Forwarder:
         self.cut = True
         if self._call is not None:
             self._call.cancel()
-        self._client.close()
+        # It waits for what is being written, for seconds where that does not arrive, and the vote
+        # of this member, whose weights are whole, would wait with it.
+        with suppress(RuntimeError):  # the process ends
+            NativeThread("rollout-feed-end", self._client.close).start()
 
     def _to_next(self) -> None:
         self.index, self._at = self.index + 1, -1
