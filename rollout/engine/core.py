@@ -69,6 +69,7 @@ from rollout.errors import (
 from rollout.generation import Request
 from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.loader import copy_side_files, portable
+from rollout.loader.sharded_state import remove_others
 from rollout.models.config.model import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
 from rollout.wire.frames import Reply, dtype_from_name
@@ -274,6 +275,8 @@ class EngineCore:
                 if left < 2 * _LOOK:
                     raise
                 time.sleep(_LOOK)
+        for component in ("", *self.config.components):
+            remove_others(directory / component, self.config.tensor_parallel_size)
         try:
             copy_side_files(Path(self._directory), directory)
         except OSError as error:

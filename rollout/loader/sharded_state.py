@@ -68,6 +68,22 @@ def save_shard(
     return path.stat().st_size
 
 
+def remove_others(directory: Path, size: int) -> None:
+    """Remove what another number of ranks than ``size`` saved there: with it a save is no
+    checkpoint. Raises ``ConfigError`` where it cannot be removed.
+    """
+    for path in (*directory.glob(PATTERN), *directory.glob("rank-*-of-*.part")):
+        if path.stem.endswith(f"-of-{size:05d}"):
+            continue
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}, which another number of ranks saved, cannot be removed ({error}): remove "
+                "it, as files of both are no checkpoint"
+            ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     files: SafetensorsFiles

@@ -211,6 +211,23 @@ def test_a_save_that_fails_on_one_rank_is_found_when_it_is_opened(tiny, other, t
         open_checkpoint(str(tmp_path)).close()
 
 
+def test_a_save_takes_the_place_of_what_another_number_of_ranks_saved(tiny, other, tmp_path):
+    """Beside each other neither could be read, however often either was saved again."""
+    model, _ = other
+    with Rollout(str(tiny), **CPU) as r:
+        r.save_sharded_state(tmp_path)
+        (tmp_path / "rank-00000-of-00001.safetensors").rename(
+            tmp_path / "rank-00001-of-00002.safetensors"
+        )
+        (tmp_path / "rank-00000-of-00002.part").touch()  # of an engine that was killed
+        r.update_weights(model)
+        r.save_sharded_state(tmp_path)
+        assert [path.name for path in tmp_path.glob("rank-*")] == [
+            "rank-00000-of-00001.safetensors"
+        ]
+        assert r.check_weights(tmp_path).equal
+
+
 def test_a_config_that_cannot_be_copied_beside_saved_weights_is_named(tiny, tmp_path):
     (tmp_path / "config.json").mkdir()
     with Rollout(str(tiny), **CPU) as r:
