@@ -33,7 +33,7 @@ from rollout.weights.adapters import (
     B,
     ModuleSpec,
 )
-from rollout.weights.files import open_weights
+from rollout.weights.files import open_weights, weight_shards, why_unwritten
 from rollout.weights.names import placed
 
 MAX_RANK = 1024
@@ -74,6 +74,9 @@ class PeftAdapter:
         settings = _settings(path)
         _, files = open_weights(path, "safetensors", mapped=False)
         with closing(files):
+            for file in weight_shards(path, "safetensors")[1].files:
+                if why := why_unwritten(file):
+                    raise ConfigError(why)
             metas = files.metadata().values()
             found = {meta.name: files.read(meta.name, Box.full(meta.shape)) for meta in metas}
         tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,15 @@ def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(
     long = saved(tmp_path / "long", tmp_path / "of_long", 0, **every)
     with pytest.raises(WeightMismatch, match=r"model\.layers\.2\..*no linear layer here"):
         engine.load_lora_adapter("new", long)
+    cut_off = Path(saved(base, tmp_path / "cut_off", 0, **every)) / "adapter_model.safetensors"
+    whole = cut_off.stat().st_size
+    os.truncate(cut_off, whole // 2)
+    os.truncate(cut_off, whole)
+    with cut_off.open("rb") as opened:
+        tells = os.lseek(opened.fileno(), whole - 1, os.SEEK_HOLE) < whole
+    if tells:  # the file system
+        with pytest.raises(ConfigError, match="was never written to its end"):
+            engine.load_lora_adapter("new", cut_off.parent)
     engine.load_lora_adapter("fourth", folders["every"])
     with pytest.raises(ConfigError, match=r"for fifth: 4 of 4 hold .*max_adapters=5"):
         engine.load_lora_adapter("fifth", folders["every"])

@@ -38,6 +38,7 @@ from rollout.weights.files import (
     find_shards,
     weight_files,
     why_none,
+    why_unwritten,
 )
 from rollout.weights.files.safetensors_files import SafetensorsFiles
 
@@ -199,17 +200,8 @@ def _check_whole(file: Path, kind: FileKind) -> None:
 
 
 def _check_end(file: Path) -> None:
-    """Raise ``IncompleteUpdate`` where its length was set, as by what makes room before it copies,
-    and its end not written. A file system that does not tell counts as one where it was.
-    """
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        with suppress(OSError):
-            if size and os.lseek(opened.fileno(), size - 1, os.SEEK_HOLE) < size:
-                raise IncompleteUpdate(
-                    f"{file} has its full length, and was never written to its end (where that "
-                    "is all zeros, copy it without holes: cp --sparse=never)"
-                )
+    if why := why_unwritten(file):
+        raise IncompleteUpdate(why)
 
 
 def looks(path: Path) -> object:

@@ -28,6 +28,7 @@ from rollout.weights.files.shards import (
     find_shards,
     weight_files,
     why_none,
+    why_unwritten,
 )
 from rollout.weights.files.torch_files import TorchFiles
 from rollout.weights.packed_rows import FileCodes
@@ -110,4 +111,5 @@ __all__ = [
     "weight_files",
     "weight_shards",
     "why_none",
+    "why_unwritten",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -91,6 +93,20 @@ def find_shards(directory: Path, kind: FileKind) -> Shards:
         if found:
             return Shards(tuple(usual or found))
     return Shards(())
+
+
+def why_unwritten(file: Path) -> str:
+    """Where the length of a file was set, as by what makes room before it copies, and its end not
+    written: that, else "". A file system that does not tell counts as one where it was.
+    """
+    with file.open("rb") as opened, suppress(OSError):
+        size = os.fstat(opened.fileno()).st_size
+        if size and os.lseek(opened.fileno(), size - 1, os.SEEK_HOLE) < size:
+            return (
+                f"{file} has its full length, and was never written to its end (where that is all "
+                "zeros, copy it without holes: cp --sparse=never)"
+            )
+    return ""
 
 
 def why_none(directory: Path) -> str:
