@@ -33,7 +33,7 @@ from rollout.weights.adapters import (
     B,
     ModuleSpec,
 )
-from rollout.weights.files import open_weights, weight_shards, why_unwritten
+from rollout.weights.files import AsTheyWere, open_weights, why_unwritten
 from rollout.weights.names import placed
 
 MAX_RANK = 1024
@@ -71,14 +71,16 @@ class PeftAdapter:
     @classmethod
     def read(cls, path: Path) -> PeftAdapter:
         """Raises ``ConfigError`` naming what is missing or not supported."""
+        weights = sorted(path.glob("*.safetensors"))
+        as_they_were = AsTheyWere([path / "adapter_config.json", *weights])
         settings = _settings(path)
         _, files = open_weights(path, "safetensors", mapped=False)
         with closing(files):
-            for file in weight_shards(path, "safetensors")[1].files:
-                if why := why_unwritten(file):
-                    raise ConfigError(why)
+            if why := next(filter(None, map(why_unwritten, weights)), ""):
+                raise ConfigError(why)
             metas = files.metadata().values()
             found = {meta.name: files.read(meta.name, Box.full(meta.shape)) for meta in metas}
+        as_they_were.check()
         tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
         modules, experts = take_experts(
             tensors,

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError, InvalidRequest, WeightMismatch
+from rollout.loader.peft_adapter import PeftAdapter
+from rollout.weights.files.safetensors_files import SafetensorsFiles
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
@@ -192,6 +194,25 @@ def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(
     assert engine.unload_lora_adapter("fourth")
     assert not engine.unload_lora_adapter("fourth")
     assert [each.token_ids for each in said(engine, [None, "every"])] == before
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_that_is_written_while_it_is_read_is_refused(
+    base, tmp_path, monkeypatch, name
+) -> None:
+    """A trainer saves over it, or copies it there: no mixture of two goes live."""
+    path = Path(saved(base, tmp_path / "adapter", 0, **ADAPTERS["every"]))
+    file, read = path / name, SafetensorsFiles.read
+    os.utime(file, (0, 0))
+
+    def reads(self, tensor, box):
+        file.write_bytes(file.read_bytes())
+        return read(self, tensor, box)
+
+    PeftAdapter.read(path)
+    monkeypatch.setattr(SafetensorsFiles, "read", reads)
+    with pytest.raises(ConfigError, match=f"{file} was written while it was read"):
+        PeftAdapter.read(path)
 
 
 def test_deterministic_rows_have_the_same_bits_beside_any_adapters(base, folders) -> None:
