@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,16 +55,20 @@ def save_shard(
     path = directory / f"rank-{rank:05d}-of-{size:05d}.safetensors"
     half = path.with_suffix(".part")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        half.touch()
-        mode = half.stat().st_mode
-        save_file(tensors, half, metadata={MARK: json.dumps(boxes), SAVE: save})
-        half.chmod(mode)  # safetensors 0.8 makes files that only their owner may read
-        os.replace(half, path)
+        shutil.rmtree(half, ignore_errors=True)  # of a save that was killed
+        half.mkdir(parents=True)
+        file = half / path.name
+        file.touch()
+        mode = file.stat().st_mode
+        # safetensors 0.8 has a temporary file beside it, and makes files that only their owner may
+        # read.
+        save_file(tensors, file, metadata={MARK: json.dumps(boxes), SAVE: save})
+        file.chmod(mode)
+        os.replace(file, path)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            half.unlink()  # it may be what filled the disk
         raise ConfigError(f"{path} was not written ({error}); mend that and save again") from error
+    finally:
+        shutil.rmtree(half, ignore_errors=True)  # it may be what filled the disk
     return path.stat().st_size
 
 
@@ -76,7 +80,10 @@ def remove_others(directory: Path, size: int) -> None:
         if path.stem.endswith(f"-of-{size:05d}"):
             continue
         try:
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{path}, which another number of ranks saved, cannot be removed ({error}): remove "

@@ -201,12 +201,12 @@ def test_a_save_that_fails_on_one_rank_is_found_when_it_is_opened(tiny, other, t
     with Rollout(str(tiny), tensor_parallel_size=2, **CPU) as r:
         r.save_sharded_state(tmp_path)
         r.update_weights(other[0])
-        failing.mkdir()  # what the second rank is to write is no file
+        failing.touch()  # the second rank cannot write there
         with pytest.raises(ConfigError, match=r"rank-00001-of-00002.* was not written"):
             r.save_sharded_state(tmp_path)
         with pytest.raises(ConfigError, match="different saves"):
             open_checkpoint(str(tmp_path))
-        failing.rmdir()
+        failing.unlink()
         r.save_sharded_state(tmp_path)
         open_checkpoint(str(tmp_path)).close()
 
@@ -219,7 +219,9 @@ def test_a_save_takes_the_place_of_what_another_number_of_ranks_saved(tiny, othe
         (tmp_path / "rank-00000-of-00001.safetensors").rename(
             tmp_path / "rank-00001-of-00002.safetensors"
         )
-        (tmp_path / "rank-00000-of-00002.part").touch()  # of an engine that was killed
+        for part in ("rank-00000-of-00001.part", "rank-00000-of-00002.part"):  # of killed engines
+            (tmp_path / part).mkdir()
+            (tmp_path / part / ".tmpXyZ").touch()
         r.update_weights(model)
         r.save_sharded_state(tmp_path)
         assert [path.name for path in tmp_path.glob("rank-*")] == [
