@@ -12,13 +12,19 @@ verl loads it through the entry-point group ``verl.plugins``, or by
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.plugin.platform import get_platform
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import (
     RolloutMode,
@@ -34,13 +40,17 @@ from rollout.generation import NAN_LOGITS, RequestOutput, SamplingParams
 from rollout.generation.all_layers import of_all_layers
 from rollout.integrations.teacher_rows import teacher_rows
 from rollout.integrations.verl_checkpoint import NAME, drain, pulled, server_name
+from rollout.integrations.verl_section import check_section, engine_settings
 
 
 class Server:
     """One replica: tokens in, tokens out. A Ray actor; its ranks are processes on its node.
 
     ``apart``: the trainer may be on another node. Weights are then taken on the node's own address,
-    by a token; else on loopback. ``defaults``: sampling parameters where a request says nothing.
+    by a token; else on loopback. ``gpu_share``: ``gpu_memory_utilization``, where there is a GPU.
+    ``seed``: where it is given, requests without one have seeds that are the same in every run.
+    ``logprobs_mode``: which logprobs answers have, "raw_logprobs" or "processed_logprobs".
+    ``defaults``: sampling parameters where a request says nothing.
     """
 
     def __init__(
@@ -50,22 +60,34 @@ class Server:
         limits: dict[str, int],
         *,
         apart: bool = False,
+        gpu_share: float | None = None,
+        seed: int | None = None,
+        logprobs_mode: str = "processed_logprobs",
         **defaults: Any,
     ) -> None:
+        if settings.get("device") != "cpu" and torch.cuda.is_available():
+            settings = {"gpu_memory_utilization": gpu_share, **settings}
         self._rollout = AsyncRollout(model, **settings)
         self._limits, self._apart, self._defaults = limits, apart, defaults
+        self._is_raw = logprobs_mode == "raw_logprobs"
+        self._seed, self._asked = seed, Counter[bytes]()  # the same requests since the last step
+        self._numbers = itertools.count()
         self._token = secrets.token_urlsafe(32) if apart else None
         self._rejecting = False  # requests that come while generation is paused
         self._steps: dict[int, int] = {}  # the trainer's step by version
 
     async def launch_server(self) -> str:
-        """Load the model; where trainers send weights, "host:port"."""
-        host = ray.util.get_node_ip_address() if self._apart else "127.0.0.1"
-        return await self._rollout.serve(host, token=self._token, insecure=self._apart)
+        """Load the model; "host:port" with its node's address, by which verl's router tells
+        replicas apart.
+        """
+        address, _ = await self.reached_at()
+        return f"{ray.util.get_node_ip_address()}:{address.rpartition(':')[2]}"
 
     async def reached_at(self) -> tuple[str, str | None]:
         """Where trainers send weights and the token for it; Ray's actors alone can ask."""
-        return await self.launch_server(), self._token
+        host = ray.util.get_node_ip_address() if self._apart else "127.0.0.1"
+        address = await self._rollout.serve(host, token=self._token, insecure=self._apart)
+        return address, self._token
 
     async def generate(
         self,
@@ -91,11 +113,14 @@ class Server:
             raise InvalidRequest("this engine takes text alone, no images, videos or audio")
         if self._rejecting:  # verl's client asks another replica
             return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", num_preempted=0)
-        params = self._params(list(prompt_ids), dict(sampling_params))
-        [output] = await self._rollout.generate(
-            [list(prompt_ids)], params, request_ids=[request_id]
-        )
-        return self._answer(output, params.prompt_logprobs or 0)
+        given = dict(sampling_params)
+        if self._seed is not None:
+            given.setdefault("seed", self._own_seed(request_id, prompt_ids))
+        wanted = given.get("logprobs", False) not in (None, False)
+        params = self._params(list(prompt_ids), given)
+        own_id = f"{request_id}-{next(self._numbers)}"  # verl's may occur twice at a time
+        [output] = await self._rollout.generate([list(prompt_ids)], params, request_ids=[own_id])
+        return self._answer(output, wanted, params.prompt_logprobs or 0)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         await self._rollout.wake_up(tags)
@@ -130,6 +155,7 @@ class Server:
         if version is None:
             version = (await self._rollout.server_info()).version
         self._steps[version] = global_steps
+        self._asked.clear()
 
     async def weight_version(self) -> int:
         return (await self._rollout.server_info()).version
@@ -142,6 +168,17 @@ class Server:
 
     async def shutdown(self) -> None:
         await self._rollout.shutdown()
+
+    def _own_seed(self, request_id: str, prompt_ids: Sequence[int]) -> int:
+        """Of the request, the trainer's step and, among equal requests (those of a group), which
+        one it is: under ``full_determinism`` verl gives them the same id.
+        """
+        step = max(self._steps.values(), default=None)
+        said = f"{self._seed}/{step}/{request_id}/{list(prompt_ids)}".encode()
+        request = blake2b(said, digest_size=16).digest()
+        self._asked[request] += 1
+        which = self._asked[request].to_bytes(8, "little")
+        return int.from_bytes(blake2b(request + which, digest_size=7).digest(), "little")
 
     def _params(self, prompt: list[int], given: dict[str, Any]) -> SamplingParams:
         """verl's names; without a limit the response's length, and never beyond the model's."""
@@ -159,8 +196,9 @@ class Server:
         given |= {"max_tokens": max(1, min(asked, room))}
         return SamplingParams.from_dict({**self._defaults, **given})
 
-    def _answer(self, output: RequestOutput, top: int) -> TokenOutput:
+    def _answer(self, output: RequestOutput, wanted: bool, top: int) -> TokenOutput:
         [sample] = output.outputs
+        logprobs = sample.logprobs.raw if self._is_raw else sample.logprobs.processed
         if sample.stop_reason == NAN_LOGITS:  # of "aborted" ones verl asks for the rest
             raise EngineError("the sample ended early: its logits were not numbers; see the log")
         steps = [self._steps.get(span.version) for span in sample.weight_versions]
@@ -177,7 +215,7 @@ class Server:
             fields["prompt_ids"], fields["prompt_logprobs"] = rows
         return TokenOutput(
             token_ids=sample.token_ids,
-            log_probs=sample.logprobs.processed,
+            log_probs=logprobs if wanted else None,
             routed_experts=of_all_layers(output, sample),
             stop_reason="aborted" if sample.is_cut_short else "completed",
             num_preempted=0,
@@ -189,7 +227,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
     """Starts one ``Server`` on the node of its first worker; tensor parallel within that node."""
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
-        _check_parallel(config)
+        check_section(config)
         super().__init__(replica_rank, config, *args, **kwargs)
         if self.is_reward_model:
             raise ConfigError(
@@ -209,14 +247,13 @@ class Replica(RolloutReplica):  # type: ignore[misc]
             await super().sleep()
 
     async def launch_servers(self) -> None:
-        node = await self.workers[0].__ray_call__.remote(
-            lambda _: ray.get_runtime_context().get_node_id()
-        )
-        placed = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        found = await asyncio.gather(*(w.__ray_call__.remote(_place) for w in self.workers))
+        nodes, gpus = zip(*found, strict=True)
         server = ray.remote(Server).options(
             name=server_name(self.replica_rank, self.name_suffix),
             max_concurrency=self.max_concurrency,
-            scheduling_strategy=placed,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=False),
+            runtime_env={"env_vars": _sees([each for own in gpus for each in own])},
         )
         config = self.config
         longest = config.max_model_len or config.prompt_length + config.response_length
@@ -227,11 +264,20 @@ class Replica(RolloutReplica):  # type: ignore[misc]
         }
         path = getattr(self.model_config, "local_path", None) or self.model_config.path
         apart = self.rollout_mode is RolloutMode.STANDALONE and len(_nodes()) > 1
+        seed = config.seed + self.replica_rank
+        settings = {
+            "seed": seed,
+            "trust_remote_code": bool(getattr(self.model_config, "trust_remote_code", False)),
+            **engine_settings(config, longest),
+        }
         handle = server.remote(
             path,
-            _settings(config, longest),
+            settings,
             limits,
             apart=apart,
+            gpu_share=config.gpu_memory_utilization,
+            seed=seed if config.full_determinism else None,
+            logprobs_mode=config.logprobs_mode or "raw_logprobs",  # as vLLM's own default
             return_routed_experts=config.enable_rollout_routing_replay,
             ignore_eos=config.ignore_eos,
             repetition_penalty=config.repetition_penalty,
@@ -248,7 +294,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
         super().__init__(config, model_config, device_mesh)
-        _check_parallel(self.config)
+        check_section(self.config)
         size = self.config.tensor_model_parallel_size
         rank = int(os.environ.get("RANK", "0"))
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
@@ -314,32 +360,20 @@ def _nodes() -> list[Any]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _check_parallel(config: Any) -> None:
-    """A replica is one engine, whose ranks are tensor parallel."""
-    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
-        if (size := getattr(config, name, 1)) > 1:  # verl passes DictConfigs, too
-            raise ConfigError(
-                f"rollout.{name}={size}: a replica of this engine is tensor parallel alone; leave "
-                f"{name} at 1, and set tensor_model_parallel_size to the GPUs that one copy of the "
-                "model needs: verl starts as many replicas as there are GPUs for"
-            )
+def _place(_: Any) -> tuple[str, list[str]]:
+    """Of a worker of verl's: its node, and its GPUs as that node numbers them."""
+    context = ray.get_runtime_context()
+    resource = get_platform().ray_resource_name()
+    return context.get_node_id(), context.get_accelerator_ids().get(resource, [])
 
 
-def _settings(config: Any, longest: int) -> dict[str, Any]:
-    """``EngineConfig`` of verl's rollout section; ``engine_kwargs.rollout`` has the last word."""
-    settings = {
-        "tensor_parallel_size": config.tensor_model_parallel_size,
-        "expert_parallel": (config.expert_parallel_size or 1) > 1,
-        "quantization": config.quantization,
-        "dtype": config.dtype,
-        "max_model_len": longest,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, longest),
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "load_format": config.load_format,
-    }
-    own = (config.engine_kwargs or {}).get(NAME) or {}
-    return {key: value for key, value in {**settings, **own}.items() if value is not None}
+def _sees(gpus: Sequence[str]) -> dict[str, str]:
+    """The environment of a server whose ranks take these GPUs: those of the replica's workers."""
+    if not gpus:
+        return {}
+    platform = get_platform()
+    kept = dict.fromkeys(platform.ray_noset_envvars(), "1")
+    return {**kept, platform.visible_devices_envvar(): ",".join(gpus)}
 
 
 _ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.ServerAdapter"

@@ -26,7 +26,8 @@ def test_verl_finds_the_plugin_by_its_entry_point() -> None:
 
 def test_the_extra_brings_what_verl_imports_and_does_not_ask_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert "cachetools" in project["optional-dependencies"]["verl"]
+    names = {name.partition(">")[0] for name in project["optional-dependencies"]["verl"]}
+    assert {"cachetools", "TransferQueue"} <= names  # verl's own extra verl-core has the second
 
 
 @pytest.mark.more
@@ -64,6 +65,7 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     assert (got["rejected"]["token_ids"], got["rejected"]["stop_reason"]) == ([], "aborted")
     for name in ("back", "awake"):
         assert got[name]["token_ids"] == got["first"]["token_ids"]
+    assert not got["address"].startswith("127.")  # by which verl's router tells replicas apart
     # Where a request says nothing, verl's configuration does.
     for name in ("penalised", "last"):
         assert got[name]["token_ids"] == penalised[0].token_ids
@@ -79,8 +81,18 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
         assert unfit[f"worker's {name}"] == unfit[name]
     assert "a replica of 4 ranks spans 2 nodes" in unfit["nodes"]
     assert "set reward.reward_model.rollout.name=vllm or sglang" in unfit["reward"]
+    assert "rollout.logprobs_mode=raw_logits: " in unfit["logits"]
+    assert "model.mtp.enable_rollout=False" in unfit["mtp"]
+    assert "qat.enable=False" in unfit["qat"]
     assert unfit["fits"] is None
-    assert got["followed"] == {"expert_parallel": [False, True], "quantization": [None, "fp8"]}
+    assert got["followed"] == {
+        "expert_parallel": [False, True],
+        "quantization": [None, "fp8"],
+        "max_num_batched_tokens": [256, 64],
+        "deterministic": [False, True],
+        "cuda_graphs": [None, "off"],
+        "cuda_graph_sizes": [[], [1, 8]],
+    }
 
 
 @pytest.mark.more
@@ -95,12 +107,21 @@ def test_verls_agent_loop_gets_the_experts_of_every_layer_for_its_router_replay(
     asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "return_routed_experts": True}
     with Rollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
         [sample] = rollout.generate([[5, 6, 7]], asked)[0].outputs
+        seeded = got["runs"][0][0]
+        [scored] = rollout.generate([[5, 6, 7, *seeded]], {"max_tokens": 1, "prompt_logprobs": 1})
     assert got["token_ids"] == sample.token_ids
     dense = np.zeros_like(sample.routed_experts)
     whole = np.concatenate([dense, sample.routed_experts], axis=1).tolist()
     assert got["experts"] == whole
     assert got["aligned"] == [*whole, np.zeros_like(whole[0]).tolist()]
     assert "logits were not numbers" in got["failed"]  # upon "aborted" verl would ask again
+    # ``full_determinism``: the same in every run, but not within a group, whose ids are the same.
+    assert got["runs"][0] == got["runs"][1]
+    assert len({tuple(ids) for ids in got["runs"][0]}) == 3
+    rows = zip(scored.prompt_logprobs[3:], seeded, strict=True)
+    raw = [row[token] for row, token in rows]
+    assert got["raw"] == pytest.approx(raw, abs=1e-5)  # sampled at temperature 0.5
+    assert got["without"] is None
 
 
 def spoil_token(path: Path, token: int) -> None:
@@ -142,6 +163,9 @@ def test_verls_trainer_learns_and_every_step_is_live(
     # Weights with NaN: the engine's reason raises in verl's driver, and the last ones serve on.
     assert "hold NaN or infinity" in got["failed"]
     assert got["after"] == [versions] * 4
+    # Its ranks see the GPUs of the replica's workers, in their order, and no others.
+    assert got["sees"] == ",".join(got["gpus"])
+    assert len(got["gpus"]) == (2 if kind == "hybrid" else 1)
     if kind == "hybrid":
         return
     assert all(row["took"]["weight_sync/wire_bytes"] > 0 for row in steps)
@@ -149,3 +173,20 @@ def test_verls_trainer_learns_and_every_step_is_live(
     assert not apart["host"].startswith("127.")
     assert "token" in apart["refused"]
     assert apart["version"] == 0
+
+
+@pytest.mark.more
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("ray_alone")
+@pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
+def test_verls_main_ppo_trains(tmp_path: Path) -> None:
+    """As a whole: agent loops, rewards, two replicas that sleep while the trainer learns."""
+    write_tiny(tmp_path / "tiny", tokenizer=True)
+    rows = run("verl_main_job.py", tmp_path / "tiny", tmp_path, over=CLIENT, limit=560)
+    found = {row["step"]: row["data"] for row in rows}
+    for step in (1, 2):
+        # What its trainer computes of the sampled tokens is what they were sampled with.
+        assert found[step]["training/rollout_probs_diff_max"] < 1e-4
+        assert found[step]["rollout_corr/kl"] == pytest.approx(0, abs=1e-4)
+        assert found[step]["actor/grad_norm"] > 0
+    assert "val-core/toy/acc/mean@1" in found[2]

@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from verl.utils.fsdp_utils import collect_lora_params, replace_lora_wrapper
 from verl.workers.config import RolloutConfig
+from verl.workers.config.model import MtpConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 
 from rollout.errors import ConfigError
-from rollout.integrations.verl import _settings
 from rollout.integrations.verl_checkpoint import TransportEngine
+from rollout.integrations.verl_section import engine_settings
 
 torch.set_num_threads(1)
 model, other = sys.argv[1:]
@@ -79,15 +80,29 @@ def unfit():
     found = {name: refused(said=said) for name, said in shaped.items()}
     found |= {f"worker's {name}": refused("worker", said) for name, said in shaped.items()}
     found["nodes"] = refused(said=of_several, gpus_per_node=2)
+    found["logits"] = refused(said=replace(config, logprobs_mode="raw_logits"))
+    found["mtp"] = refused(said=replace(config, mtp=MtpConfig(enable=True, enable_rollout=True)))
+    found["qat"] = refused(said=replace(config, qat={"enable": True}))
     return found | {"reward": refused(is_reward_model=True), "fits": refused()}
 
 
 def followed():
     """What of verl's section the engine is told beside what the course shows."""
-    said = replace(config, tensor_model_parallel_size=2, expert_parallel_size=2, quantization="fp8")
+    said = replace(
+        config, tensor_model_parallel_size=2, expert_parallel_size=2, quantization="fp8",
+        max_num_batched_tokens=64, full_determinism=True, enforce_eager=True,
+        cudagraph_capture_sizes=[1, 8],
+    )  # fmt: skip
     return {
-        name: [_settings(one, 480).get(name) for one in (config, said)]
-        for name in ("expert_parallel", "quantization")
+        name: [engine_settings(one, 480).get(name) for one in (config, said)]
+        for name in (
+            "expert_parallel",
+            "quantization",
+            "max_num_batched_tokens",
+            "deterministic",
+            "cuda_graphs",
+            "cuda_graph_sizes",
+        )
     }
 
 
@@ -177,6 +192,7 @@ async def course():
     await replica.sleep()
     replica.config, replica.rollout_mode = config, RolloutMode.STANDALONE
     await replica.sleep()
+    found["address"] = replica.server_address
     found["awake"] = await asyncio.wait_for(once("g"), 60)
     del asked["repetition_penalty"]
     found["penalised"] = await once("h")

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.update(
@@ -23,10 +22,10 @@ import numpy as np
 import ray
 import torch
 import verl
+from frameworks.verl_on_cpu import documented, overrides
 from hydra import compose, initialize_config_dir
 from verl import DataProto
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.models.transformers import monkey_patch
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
@@ -41,46 +40,15 @@ from rollout.integrations.verl import Server
 
 torch.set_num_threads(1)
 [model] = sys.argv[1:]
+SMALL = [
+    "actor_rollout_ref.rollout.load_format=auto",
+    "actor_rollout_ref.rollout.prompt_length=8",
+    "actor_rollout_ref.rollout.response_length=8",
+]
 VERSIONS = {"apart": 3, "hybrid": 2}
-OVERRIDES = f"""
-actor_rollout_ref.model.path={model}
-actor_rollout_ref.model.use_remove_padding=False
-actor_rollout_ref.model.enable_gradient_checkpointing=False
-+actor_rollout_ref.model.override_config.attn_implementation=eager
-actor_rollout_ref.actor.strategy=fsdp2
-actor_rollout_ref.actor.fsdp_config.dtype=float32
-+actor_rollout_ref.actor.fsdp_config.mixed_precision={{param_dtype:fp32}}
-actor_rollout_ref.actor.use_torch_compile=False
-actor_rollout_ref.actor.fsdp_config.use_torch_compile=False
-actor_rollout_ref.actor.ppo_mini_batch_size=4
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
-actor_rollout_ref.actor.optim.lr=0.001
-actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
-actor_rollout_ref.rollout.dtype=float32
-actor_rollout_ref.rollout.load_format=auto
-actor_rollout_ref.rollout.prompt_length=8
-actor_rollout_ref.rollout.response_length=8
-actor_rollout_ref.rollout.max_num_seqs=8
-actor_rollout_ref.rollout.max_num_batched_tokens=256
-actor_rollout_ref.rollout.tensor_model_parallel_size=1
-+actor_rollout_ref.rollout.engine_kwargs.rollout.device=cpu
-+actor_rollout_ref.rollout.engine_kwargs.rollout.num_threads=1
-++actor_rollout_ref.rollout.engine_kwargs.rollout.num_kv_blocks=64
-""".split()  # fmt: skip
 
 
 class Trainer(ActorRolloutRefWorker):
-    """verl names gloo twice where the device is a CPU; it leaves a group that is there alone."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        monkey_patch.is_trl_available = lambda: False  # it wants one older than this repository's
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group(
-            "gloo", init_method=os.environ.get("DIST_INIT_METHOD"),
-            rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
-        )  # fmt: skip
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def poison(self):
         with torch.no_grad():
@@ -90,16 +58,7 @@ class Trainer(ActorRolloutRefWorker):
 def configured():
     where = os.path.join(os.path.dirname(verl.__file__), "trainer", "config")
     with initialize_config_dir(where, version_base=None):
-        return compose("ppo_trainer", [*documented(), *OVERRIDES])
-
-
-def documented():
-    """The lines of the page that a user adds."""
-    page = Path(__file__).parents[2] / "docs" / "frameworks" / "verl.md"
-    lines = [line.strip() for line in page.read_text().splitlines() if line.startswith("    ")]
-    found = [line for line in lines if line.lstrip("+").startswith("actor_rollout_ref.rollout.")]
-    assert len(found) == 5, found
-    return found
+        return compose("ppo_trainer", [*documented(), *overrides(model), *SMALL])
 
 
 async def started(kind):
@@ -155,12 +114,28 @@ async def course(kind):
     await manager.resume_generation_replicas()
     _, outputs = await sampled(replica.server_handle)
     found["after"] = [output.extra_fields["global_steps"] for output in outputs]
+    found |= await seen(replica)
     await replica.server_handle.shutdown.remote()
     for actor in (*actors.workers, *replica.workers, *replica.servers):
         ray.kill(actor)
     if kind == "apart":
         found["apart"] = await reached_from_other_nodes()
     return found
+
+
+async def seen(replica):
+    """The GPUs that its server's ranks may use, and those of its workers."""
+    asked = [
+        worker.__ray_call__.remote(lambda _: ray.get_runtime_context().get_accelerator_ids()["GPU"])
+        for worker in replica.workers
+    ]
+    sees = replica.server_handle.__ray_call__.remote(
+        lambda _: os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+    return {
+        "sees": await sees,
+        "gpus": [each for own in await asyncio.gather(*asked) for each in own],
+    }
 
 
 async def reached_from_other_nodes():

@@ -1,0 +1,55 @@
+"""What of verl's rollout section the engine follows, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.errors import ConfigError
+
+
+def check_section(config: Any) -> None:
+    """Refuses what no replica can be or do."""
+    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+        if (size := getattr(config, name, 1)) > 1:  # verl passes DictConfigs, too
+            raise ConfigError(
+                f"rollout.{name}={size}: a replica of this engine is tensor parallel alone; leave "
+                f"{name} at 1, and set tensor_model_parallel_size to the GPUs that one copy of the "
+                "model needs: verl starts as many replicas as there are GPUs for"
+            )
+    mode = getattr(config, "logprobs_mode", None)
+    if mode not in (None, "raw_logprobs", "processed_logprobs"):
+        raise ConfigError(
+            f"rollout.logprobs_mode={mode}: answers have logprobs, not logits; set "
+            "processed_logprobs (of the distribution that is sampled) or raw_logprobs"
+        )
+    mtp, qat = getattr(config, "mtp", None), getattr(config, "qat", None)
+    if mtp and mtp.get("enable", False) and mtp.get("enable_rollout", False):
+        raise ConfigError(
+            "rollout.mtp: this engine does not sample by speculation; set "
+            "actor_rollout_ref.model.mtp.enable_rollout=False"
+        )
+    if qat and qat.get("enable", False):
+        raise ConfigError(
+            "rollout.qat: the quantised weights that it trains for are not those of this engine; "
+            "set the actor's qat.enable=False"
+        )
+
+
+def engine_settings(config: Any, longest: int) -> dict[str, Any]:
+    """``EngineConfig`` of verl's rollout section; ``engine_kwargs.rollout`` has the last word."""
+    settings = {
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "expert_parallel": (config.expert_parallel_size or 1) > 1,
+        "quantization": config.quantization,
+        "dtype": config.dtype,
+        "max_model_len": longest,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "load_format": config.load_format,
+        "deterministic": config.full_determinism,
+        "cuda_graphs": "off" if config.enforce_eager else None,
+        "cuda_graph_sizes": tuple(config.cudagraph_capture_sizes or ()),
+    }
+    own = (config.engine_kwargs or {}).get("rollout") or {}
+    return {key: value for key, value in {**settings, **own}.items() if value is not None}
