@@ -71,6 +71,7 @@ class LLM:
         max_num_batched_tokens: int = 4096,
         seed: int = 0,
         quantization: str | None = None,
+        trust_remote_code: bool = False,
         engine_config: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
@@ -82,6 +83,7 @@ class LLM:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "seed": seed,
+            "trust_remote_code": trust_remote_code,
             **(engine_config or {}),
         }
         self.rollout: Any

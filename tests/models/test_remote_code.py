@@ -15,6 +15,7 @@ from tiny_models import randomize, write_tiny
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.cli.main import main
 from rollout.errors import ConfigError
+from rollout.integrations.trl_colocate import LLM
 from rollout.models.config.model import ModelConfig
 from rollout.models.module_map import ModuleMap, replace_modules
 from rollout.server.preflight import check
@@ -127,6 +128,12 @@ def test_code_that_cannot_be_imported_is_named(remote):
     (path / "modeling_own.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(ConfigError, match=r"its code modeling_own\.OwnForCausalLM cannot be"):
         Rollout(str(path), trust_remote_code=True, **CPU)
+
+
+def test_trls_colocate_mode_says_that_code_is_trusted(remote):
+    path, sentinel = remote
+    with LLM(model=str(path), trust_remote_code=True, engine_config=CPU).rollout:
+        assert sentinel.exists()
 
 
 def test_fields_of_the_config_can_be_replaced(tmp_path):
