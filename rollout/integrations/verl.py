@@ -73,7 +73,9 @@ class Server:
         self._seed, self._asked = seed, Counter[bytes]()  # the same requests since the last step
         self._numbers = itertools.count()
         self._token = secrets.token_urlsafe(32) if apart else None
-        self._rejecting = False  # requests that come while generation is paused
+        self._admits = asyncio.Event()  # requests that come while it is not set wait for it,
+        self._admits.set()
+        self._rejecting = False  # or are answered "aborted"
         self._steps: dict[int, int] = {}  # the trainer's step by version
 
     async def launch_server(self) -> str:
@@ -111,8 +113,12 @@ class Server:
         """
         if image_data or video_data or audio_data:
             raise InvalidRequest("this engine takes text alone, no images, videos or audio")
-        if self._rejecting:  # verl's client asks another replica
-            return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", num_preempted=0)
+        while not self._admits.is_set():
+            if self._rejecting:  # verl's client asks another replica
+                return TokenOutput(
+                    token_ids=[], log_probs=[], stop_reason="aborted", num_preempted=0
+                )
+            await self._admits.wait()
         given = dict(sampling_params)
         if self._seed is not None:
             given.setdefault("seed", self._own_seed(request_id, prompt_ids))
@@ -138,17 +144,19 @@ class Server:
         """Nothing was released."""
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Running requests end with what they have; new ones wait for ``resume_generation``, or
-        with ``reject_request`` are answered "aborted" at once.
+        """Running requests end with what they have; new ones wait for ``resume_generation``, also
+        while the engine sleeps, or with ``reject_request`` are answered "aborted" at once.
         """
+        self._admits.clear()
         self._rejecting = reject_request
         running = (await self._rollout.metrics()).running
         await self._rollout.pause_generation("abort")
         return {"aborted_count": running, "request_ids": []}
 
     async def resume_generation(self) -> None:
-        self._rejecting = False
         await self._rollout.resume_generation()
+        self._rejecting = False
+        self._admits.set()
 
     async def set_global_steps(self, global_steps: int, version: int | None = None) -> None:
         """The weights of ``version`` (None: the live ones) are those of this step."""

@@ -178,9 +178,14 @@ async def course():
         aborted = (await replica.servers[0].abort_all_requests.remote())["aborted_count"]
         if not aborted:
             await replica.resume_generation()
+    # The client asks for the rest after a second; the engine sleeps then, as in colocate_async.
+    await adapter.release()
+    await asyncio.sleep(1.5)
+    await adapter.resume(["weights"])
     await adapter.update_weights(
         iter(load_file(f"{model}/model.safetensors").items()), global_steps=12
     )
+    await adapter.resume(["kv_cache"])
     await replica.resume_generation()
     found["partial"] = (await asyncio.wait_for(task, 60)).model_dump()
     await replica.abort_all_requests(reject_request=True)  # it leaves the rotation
