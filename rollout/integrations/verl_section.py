@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.errors import ConfigError
+from rollout.integrations.verl_checkpoint import NAME
 
 
 def check_section(config: Any) -> None:
@@ -51,5 +52,5 @@ def engine_settings(config: Any, longest: int) -> dict[str, Any]:
         "cuda_graphs": "off" if config.enforce_eager else None,
         "cuda_graph_sizes": tuple(config.cudagraph_capture_sizes or ()),
     }
-    own = (config.engine_kwargs or {}).get("rollout") or {}
+    own = (config.engine_kwargs or {}).get(NAME) or {}
     return {key: value for key, value in {**settings, **own}.items() if value is not None}

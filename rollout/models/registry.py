@@ -69,9 +69,11 @@ class Registry:
         that name is declared itself, or is none, or has no declared decoder of text alone.
         """
         stem = architecture.removesuffix(CLASSIFIER)
-        if stem == architecture or architecture in self.entries:
-            return None
-        if architecture in installed_models():
+        if (
+            stem == architecture
+            or architecture in self.entries
+            or architecture in installed_models()
+        ):
             return None
         for name in (f"{stem}{DECODER}", f"{stem.removesuffix('Text')}{DECODER}"):
             if name in self.entries:

@@ -36,6 +36,11 @@ class WantedWeights:
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
 
     @cached_property
+    def components(self) -> tuple[str, ...]:
+        """That it has tensors of, in their order."""
+        return tuple(dict.fromkeys(map(component_of, self.tensors)))
+
+    @cached_property
     def spellings(self) -> Spellings:
         shapes = {name: meta.shape for name, meta in self.tensors.items()}
         return Spellings.of(shapes, self.spelled)

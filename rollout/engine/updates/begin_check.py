@@ -28,7 +28,6 @@ from rollout.weights.components import (
     adapter_component,
     adapter_of,
     check_components,
-    component_of,
 )
 from rollout.weights.wanted import WantedWeights
 
@@ -54,7 +53,7 @@ def check_request(
     accepted = find(request.transport, device).check(request, num_ranks, device)
     if not request.components and request.adapters_after is None:  # which may unload some
         raise ConfigError("an update brings the weights of one component at least")
-    check_components(request.components, tuple(dict.fromkeys(map(component_of, wanted.tensors))))
+    check_components(request.components, wanted.components)
     if request.metadata is not None:
         check_metadata(
             *(request.metadata, wanted), partial=request.partial, components=request.components

@@ -102,7 +102,7 @@ class Coordinator:
             state=self._state,
             dtype=wanted.dtype,
             tensors=tuple(wanted.tensors.values()),
-            components=served.components,
+            components=wanted.components,
             aliases=wanted.aliases,
             tensor_parallel_size=served.num_ranks,
             device=served.device,
@@ -351,11 +351,11 @@ class Coordinator:
         check_merged(
             self.merged_after(request), self.adapters.after(request), sent=bool(request.merged)
         )
-        others = set(self.served.components) - set(request.components)
+        others = set(self.served.wanted.components) - set(request.components)
         if self.engine.broken is not None and (
             request.partial or request.encoding == "delta" or others
         ):
-            every = f" of {' and '.join(self.served.components)}" if others else ""
+            every = f" of {' and '.join(self.served.wanted.components)}" if others else ""
             raise EngineBroken(
                 f"only a full update{every} is taken until one commits: {self.engine.broken}"
             )

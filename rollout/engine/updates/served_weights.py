@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Self
 
 from rollout.engine.core import EngineCore
 from rollout.weight_sync.protocol.messages import QuantizationGrid, held_as
 from rollout.weights import TensorMeta, WeightSlot
-from rollout.weights.components import component_of
 from rollout.weights.wanted import WantedWeights, by_name
 from rollout.wire.codec import from_plain
 
@@ -68,7 +66,3 @@ class ServedWeights:
             max_adapters=max(config.max_adapters, config.max_cpu_loras),
             max_lora_rank=config.max_lora_rank if config.max_adapters else 0,
         )
-
-    @cached_property
-    def components(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(map(component_of, self.wanted.tensors)))

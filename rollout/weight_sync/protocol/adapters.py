@@ -55,11 +55,13 @@ def digest_of_all(models: int, adapters: Iterable[int]) -> int:
     return total([models, *adapters])
 
 
-def check_adapters(adapters: Mapping[str, AdapterSpec], info: WeightInfo) -> None:
+def check_adapters(
+    adapters: Mapping[str, AdapterSpec], info: WeightInfo, wanted: WantedWeights
+) -> None:
     """Before anything is gathered: ``ConfigError`` where the engine holds no such adapters."""
     check_room(adapters, info.max_adapters, info.max_lora_rank)
     for name, spec in adapters.items():
-        adapter_tensors(name, spec, info.wanted)
+        adapter_tensors(name, spec, wanted)
 
 
 def check_merged(merged: Collection[str], served: Collection[str], *, sent: bool) -> None:

@@ -12,7 +12,7 @@ from rollout.weights import CASTABLE, Shape, TensorMeta
 from rollout.weights.components import POLICY, check_components, component_of
 from rollout.weights.names import nearest
 from rollout.weights.packed_rows import packed_shape
-from rollout.weights.wanted import WantedWeights
+from rollout.weights.wanted import WantedWeights, by_name
 
 _MOST = 12  # problems spelled out in one message
 _FEW = 3  # behind what explains them
@@ -131,10 +131,10 @@ def check_metadata(
 ) -> None:
     """Raise ``WeightMismatch`` naming every difference (the first dozen spelled out)."""
     whole = {n: meta for n, meta in wanted.tensors.items() if component_of(n) in components}
-    if len(sent) == len(whole) and {meta.name: meta for meta in sent} == whole:
+    if len(sent) == len(whole) and by_name(sent) == whole:
         return
-    known = list(dict.fromkeys(map(component_of, wanted.tensors)))
-    check_components((*components, *(component_of(meta.name) for meta in sent)), known)
+    named = (*components, *(component_of(meta.name) for meta in sent))
+    check_components(named, wanted.components)
     problems = differences(sent, wanted, partial=partial, components=components)
     if problems:
         remedy = _remedy(sent, wanted)

@@ -135,7 +135,7 @@ class Detected:
             for component, part in self.parts
             if (name := adapter_of(component)) is not None
         }
-        check_adapters(adapters, info)
+        check_adapters(adapters, info, wanted)
         source = self.source(wanted, group=group, partial=partial)
         return Incoming(source, wanted, self.components, adapters, self.merged)
 
