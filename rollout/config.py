@@ -335,6 +335,30 @@ class EngineConfig:
         "admitted; what arrives, is aborted or commits may wait for two steps then (default: on a "
         "GPU)",
     )
+    num_speculative_tokens: int = _setting(
+        0,
+        "tokens that a step may draft for each sequence and verify at once, by prompt lookup "
+        "(n-grams, no draft model); tokens and logprobs are those that come without; 0: none "
+        "(docs/speculative_decoding.md)",
+        least=0,
+        most=64,
+    )
+    prompt_lookup_min: int = _setting(
+        2, "fewest last tokens of a sequence that are looked up for a draft", least=1
+    )
+    prompt_lookup_max: int = _setting(4, "most of them", least=1, most=64)
+    speculative_max_num_seqs: int | None = _setting(
+        None,
+        "sequences that decode in a step above which none is drafted for: their own tokens keep "
+        "the device busy (default: 8 on a CPU, 32 on a GPU)",
+        least=1,
+    )
+    speculative_history_tokens: int = _setting(
+        0,
+        "newest tokens of samples that have ended which are kept to draft from when their prompts "
+        "come again, as in the next epoch; each takes about 400 bytes of the host's memory",
+        least=0,
+    )
     max_staleness: int | None = _setting(
         None,
         "versions that a sample's oldest token may lie behind the live one while it is sampled, of "
@@ -420,6 +444,12 @@ class EngineConfig:
                     f"{name}=True is of adapters that are served unmerged: set max_adapters, too, "
                     "or leave it out (merged adapters may change these without it)"
                 )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is above prompt_lookup_max="
+                f"{self.prompt_lookup_max}: runs of tokens are looked up from the longest to the "
+                "shortest"
+            )
         if self.executor == "inline" and self.tensor_parallel_size > 1:
             raise ConfigError(
                 "executor='inline' runs one rank; use executor='multiprocess' for "
@@ -466,6 +496,10 @@ class EngineConfig:
     def runs_ahead(self, device_type: str) -> bool:
         """Whether ranks on devices of this type get step N+1 while N runs."""
         return device_type == "cuda" if self.async_scheduling is None else self.async_scheduling
+
+    def max_drafting(self, device_type: str) -> int:
+        """Most sequences of a step that are drafted for, on devices of this type."""
+        return self.speculative_max_num_seqs or (32 if device_type == "cuda" else 8)
 
     @property
     def resolved_num_threads(self) -> int:

@@ -48,6 +48,7 @@ from rollout.engine.requests.output import OutputProcessor
 from rollout.engine.requests.request_state import RequestState, Sink
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.scheduling.grouped_blocks import make_block_manager
+from rollout.engine.scheduling.ngram_drafter import NgramDrafter
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.state_slots import StateSlots
 from rollout.engine.serving_lease import LEAVING, ServingLease
@@ -139,6 +140,11 @@ class EngineCore:
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
         # What cannot be served is refused before any rank starts.
         served_length(config, self.model_config.max_position_embeddings)
+        if config.num_speculative_tokens and self.model_config.recurrent_layers:
+            raise ConfigError(
+                f"num_speculative_tokens={config.num_speculative_tokens}: this model has recurrent "
+                "states, which cannot go back behind a draft that was wrong; leave it out"
+            )
         self.tokenizer = found.load_tokenizer(config)
         self._directory = str(found.directory)
         with self._close_lock:  # from here on ``close`` ends the executor
@@ -205,6 +211,7 @@ class EngineCore:
                 trust_remote_code=config.trust_remote_code, code_revision=config.code_revision,
             )  # fmt: skip
         self._build_images()
+        device = str(self.rank_info[0]["device"]).partition(":")[0]
         states = None
         if size.running:
             states = StateSlots(size.running, size.snapshots, config.state_snapshot_blocks)
@@ -213,6 +220,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=size.running or config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, places=self.places,
+            drafter=NgramDrafter.of(config), max_drafting=config.max_drafting(device),
         )  # fmt: skip
         self.outputs = OutputProcessor(
             model, self.scheduler, self.counters, epoch=self.epoch,
@@ -223,7 +231,6 @@ class EngineCore:
             self.scheduler, self.outputs, self.pins, self.adapters,
             config.max_staleness, config.on_stale,
         )  # fmt: skip
-        device = str(self.rank_info[0]["device"]).partition(":")[0]
         self._loop = StepLoop(
             executor, self.scheduler, self.outputs, block_size=config.block_size,
             step_timeout=config.timeout, runs_ahead=config.runs_ahead(device),

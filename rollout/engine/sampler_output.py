@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rollout.generation import SamplingMask
 
 TopLogprobs = dict[int, float]
 _KEPT = ("kept_counts", "kept_ids")
@@ -103,10 +105,36 @@ class SamplerOutput:
             experts=tensors.get("experts"),
         )
 
-    def rows(self, rows: list[int]) -> SamplerOutput:
-        """The rows ``rows`` alone, of a step that only draws."""
-        columns = (getattr(self, name) for name in _ROWS)
-        return SamplerOutput(*(column[rows] if len(column) else column for column in columns))
+    def pick(
+        self,
+        drawn: list[int],
+        scored: Iterable[int] = (),
+        *,
+        experts: list[int] | None = None,
+        kept: list[int] | None = None,
+    ) -> SamplerOutput:
+        """Of rows that drew and rows that score, by their numbers, without ``hidden``.
+
+        ``experts``: which places of those that the step was asked about; ``kept``: which of the
+        rows that ask what was left to them. None: all of either.
+        """
+        every = [*drawn, *scored]
+
+        def column(name: str) -> Tensor:
+            whole: Tensor = getattr(self, name)
+            rows = drawn if name in ("processed", "log_kept_mass") else every
+            return whole[rows] if len(whole) else whole
+
+        found = SamplerOutput(*map(column, _ROWS))
+        if self.experts is not None:
+            some = self.experts if experts is None else self.experts[experts]
+            found = replace(found, experts=some)
+        if self.kept_counts is not None:
+            sets = self.kept()
+            mask = SamplingMask.of(sets if kept is None else [sets[index] for index in kept])
+            counts, ids = torch.from_numpy(mask.counts), torch.from_numpy(mask.token_ids)
+            found = replace(found, kept_counts=counts, kept_ids=ids)
+        return found
 
     def top(self, row: int, count: int, mode: str = "raw") -> TopLogprobs:
         """The ``count`` most likely tokens of a row, and its own; ``mode``: how it was sampled."""

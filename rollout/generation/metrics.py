@@ -71,7 +71,8 @@ class EngineStats:
     often one went beyond its ``max_staleness`` at a commit, by what became of it.
     ``pinned_...``: requests that finish on the version before the live one, which that is (-1:
     none), steps by it so far; ``pin_fallbacks_total``: requests whose pin was ended for them.
-    ``paused``: also where ``state`` says something else, as in a sleep.
+    ``spec_...``: drafts of tokens that steps verified, how many tokens those had, and how many were
+    right. ``paused``: also where ``state`` says something else, as in a sleep.
     """
 
     state: str
@@ -122,6 +123,9 @@ class EngineStats:
     encoder_cache_queries_total: int = 0
     encoder_cache_hits_total: int = 0
     encoder_cache_bytes: int = 0
+    spec_drafts_total: int = 0
+    spec_draft_tokens_total: int = 0
+    spec_accepted_tokens_total: int = 0
 
 
 @dataclass(slots=True)
@@ -131,6 +135,9 @@ class EngineCounters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     finished: dict[str, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
     )
@@ -172,6 +179,9 @@ class EngineCounters:
             "prompt_tokens_total": self.prompt_tokens,
             "generation_tokens_total": self.generation_tokens,
             "steps_total": self.steps,
+            "spec_drafts_total": self.drafts,
+            "spec_draft_tokens_total": self.draft_tokens,
+            "spec_accepted_tokens_total": self.accepted_tokens,
             "nan_logits_total": self.nan_logits,
             "weight_updates_total": self.updates,
             "weight_updates_failed_total": self.updates_failed,

@@ -192,6 +192,10 @@ _NO_PIPELINE = "there is no pipeline parallelism: use {tensor_parallel_size}"
 _NOT_LOGGED = "leave it out: requests are not logged; {journal} DIR keeps what was finished"
 _GRAMMARS = "leave it out: grammars are xgrammar's, of the extra structured"
 _ORDER = "leave it out: first come is first served"
+_DRAFTS = (
+    "use {num_speculative_tokens} N: tokens are drafted by prompt lookup (method ngram, by "
+    "{prompt_lookup_min} to {prompt_lookup_max} tokens); draft models and heads are not run"
+)
 _CAPTURED = "use {cuda_graph_sizes}, the batch sizes to capture, or {cuda_graphs} off"
 _ROPE = (
     'use {hf_overrides} {{"rope_parameters": {{...}}}}, with what differs from the checkpoint\'s'
@@ -275,7 +279,14 @@ ENGINE = Spellings(
         "generation_config": "leave it out: a checkpoint's sampling defaults never apply silently",
         "distributed_executor_backend": "use {executor} inline, multiprocess or ray",
         "limit_mm_per_prompt": "use {max_images}, for each prompt",
-        "speculative_config": "there is no speculative decoding",
+        **dict.fromkeys(
+            (
+                *("speculative_config", "speculative_algorithm", "speculative_num_draft_tokens"),
+                *("speculative_num_steps", "speculative_eagle_topk", "speculative_model"),
+                "speculative_draft_model_path",
+            ),
+            _DRAFTS,
+        ),
         "disable_custom_all_reduce": "leave it out: there is none",
         "allow_credentials": _NO_CORS,
         "allowed_origins": _NO_CORS,

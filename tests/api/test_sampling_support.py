@@ -148,7 +148,7 @@ def test_both_samplers_tell_the_same_sets():
         Sequence(seq_id=i, request_id="r", index=0, params=p, seed=i, prompt_token_ids=[1, 2])
         for i, p in enumerate(kinds)
     ]
-    settings = SamplingMetadata.of(rows, 0, np.empty(0, np.int64), [])
+    settings = SamplingMetadata.of(rows, np.zeros(len(rows), np.int64), np.empty(0, np.int64), [])
     whole, fused = (sampler.sample(logits, settings) for sampler in (Sampler(), FusedSampler()))
     assert len(whole.kept()) == 8
     for one, other in zip(whole.kept(), fused.kept(), strict=True):
@@ -156,7 +156,7 @@ def test_both_samplers_tell_the_same_sets():
     asking = [row for row, p in enumerate(kinds) if p.return_sampling_mask]
     for row, kept in zip(asking, whole.kept(), strict=True):
         assert not len(kept) or int(whole.tokens[row]) in kept
-        alone = SamplingMetadata.of([rows[row]], 0, np.empty(0, np.int64), [])
+        alone = SamplingMetadata.of([rows[row]], np.zeros(1, np.int64), np.empty(0, np.int64), [])
         assert Sampler().sample(logits[row : row + 1], alone).kept()[0].tolist() == kept.tolist()
 
 

@@ -84,6 +84,15 @@ def test_captured_prompts_give_what_plain_ones_give(
     assert len(set(used)) == len(used) == 1 + updates  # one set at a time, and not the same
 
 
+def test_drafts_change_no_token(tiny_qwen3: Path) -> None:
+    """The second answers are drafted from the first, in graphs of several tokens a sequence."""
+    drafts = {"num_speculative_tokens": 2, "speculative_history_tokens": 1000}
+    with card_engine(tiny_qwen3, **CAPTURED, **drafts) as engine:
+        first = engine.generate(PROMPTS[:2], GREEDY)
+        _assert_alike(engine.generate(PROMPTS[:2], GREEDY), first, 1e-4)
+        assert engine.metrics().spec_accepted_tokens_total >= len(first)
+
+
 def test_where_prompts_cannot_be_captured_decodes_are(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

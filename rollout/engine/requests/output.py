@@ -8,19 +8,18 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from math import isnan
 
-import torch
 from torch import Tensor
 
 from rollout.engine.adapters.commits import AdapterCommits
 from rollout.engine.adapters.table import AdapterTable
 from rollout.engine.loaded_model import LoadedModel
+from rollout.engine.requests.drafted import in_turn
 from rollout.engine.requests.journal import Finished, Journal
 from rollout.engine.requests.request_state import Call, RequestState, Sample, Snapshot
 from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.sequences.sequence import ScheduledBatch, Sequence
 from rollout.errors import EngineError
-from rollout.generation import SamplingMask
 from rollout.generation.metrics import EngineCounters
 from rollout.weights.adapters import AdapterVersion
 
@@ -76,6 +75,19 @@ class OutputProcessor:
         """
         if batch.previous_rows is not None:
             batch, output = _of_the_running(batch, output)
+        drafter = self._scheduler.drafter
+        if drafter is not None and any(entry.drafts for entry in batch.entries):
+            for part, its_output in in_turn(batch, output, self._judge):
+                self._book(part, its_output)
+            for entry in batch.entries:
+                if entry.drafts:
+                    self._scheduler.blocks.shrink(entry.sequence)
+        else:
+            self._book(batch, output)
+        self._counters.steps += 1
+        self._counters.pinned_steps += batch.version != self._scheduler.blocks.version
+
+    def _book(self, batch: ScheduledBatch, output: SamplerOutput) -> None:
         drawing = batch.drawing
         if output.hidden is not None:
             self._book_hidden(batch, output.hidden)
@@ -86,9 +98,15 @@ class OutputProcessor:
         self._end_answerless(batch)
         no_tokens = self._counters.nan_logits
         self._book_tokens(drawing, output, batch.version)
-        self._counters.steps += 1
-        self._counters.pinned_steps += batch.version != self._scheduler.blocks.version
         self._counters.generation_tokens += len(drawing) - (self._counters.nan_logits - no_tokens)
+
+    def _judge(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        counters, drafter = self._counters, self._scheduler.drafter
+        counters.drafts += 1
+        counters.draft_tokens += drafted
+        counters.accepted_tokens += accepted
+        if drafter is not None:
+            drafter.judge(seq, drafted, accepted)
 
     def _book_tokens(self, drawing: list[Sequence], output: SamplerOutput, version: int) -> None:
         columns = (output.tokens, output.raw, output.processed, output.log_kept_mass)
@@ -364,22 +382,15 @@ def _of_the_running(
     rows = batch.rows_running
     if len(rows) == len(batch.entries):
         return batch, output
-    entries = [batch.entries[row] for row in rows]
-    left = output.rows(rows)
-    if output.experts is not None:  # one place of each that wants them
-        wanting = [row for row, e in enumerate(batch.entries) if e.sequence.experts is not None]
-        places = [place for place, row in enumerate(wanting) if row in rows]
-        left = replace(left, experts=output.experts[places])
-    if output.kept_counts is not None:
-        asking = [row for row, e in enumerate(batch.entries) if e.sequence.kept is not None]
-        kept = [ids for row, ids in zip(asking, output.kept(), strict=True) if row in rows]
-        mask = SamplingMask.of(kept)
-        left = replace(
-            left,
-            kept_counts=torch.from_numpy(mask.counts),
-            kept_ids=torch.from_numpy(mask.token_ids),
-        )
-    return replace(batch, entries=entries), left
+    entries = batch.entries
+    wanting = [row for row, e in enumerate(entries) if e.sequence.experts is not None]
+    asking = [row for row, e in enumerate(entries) if e.sequence.kept is not None]
+    left = output.pick(
+        rows,
+        experts=[place for place, row in enumerate(wanting) if row in rows],  # one of each
+        kept=[index for index, row in enumerate(asking) if row in rows],
+    )
+    return replace(batch, entries=[entries[row] for row in rows]), left
 
 
 def _book_experts(batch: ScheduledBatch, output: SamplerOutput) -> None:

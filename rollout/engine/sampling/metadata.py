@@ -85,13 +85,13 @@ class SamplingMetadata:
     def of(
         cls,
         drawing: list[Sequence],
-        coming: int,
+        coming: Ints,
         targets: Ints,
         scored: list[tuple[int, float]],
     ) -> SamplingMetadata:
-        """Of sequences that draw, each with ``coming`` tokens more than it knows by then, and of
-        rows that score ``targets``, each with how many alternatives it reports at which
-        temperature.
+        """Of sequences that draw, with ``coming`` [S] tokens more than each knows by then (one that
+        has drafts comes once behind each, too), and of rows that score ``targets``, each with how
+        many alternatives it reports at which temperature.
         """
         params = [s.params for s in drawing]
         top = [-1 if p.logprobs is None else p.logprobs for p in params]
@@ -108,7 +108,7 @@ class SamplingMetadata:
             numbers=np.array([_numbers(p) for p in params], np.float32).reshape(-1, 6),
             top_k=np.array([p.top_k for p in params], np.int64),
             seeds=np.array([s.seed & _MASK for s in drawing], np.uint64).view(np.int64),
-            counters=np.array([len(s.token_ids) + coming for s in drawing], np.int64),
+            counters=np.array([len(s.token_ids) for s in drawing], np.int64) + coming,
             targets=targets,
             num_top=np.array(top, np.int64),
             top_modes=np.array(modes if any(modes) else [], np.int64),
@@ -280,7 +280,7 @@ def _may_end(word: tuple[int, ...], sequence: Sequence) -> bool:
 
 
 def _edits(
-    drawing: list[Sequence], coming: int
+    drawing: list[Sequence], coming: Ints
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int]]]:
     """(row, token, added to its logit): stops that come too early, and logit_bias; and (row, token)
     of those that are allowed alone.
@@ -289,7 +289,7 @@ def _edits(
     allowed: list[tuple[int, int]] = []
     for row, sequence in enumerate(drawing):
         params = sequence.params
-        if params.min_tokens and params.min_tokens > sequence.output_len + coming:
+        if params.min_tokens and params.min_tokens > sequence.output_len + coming[row]:
             edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
         for word in sequence.bad_words:
             if _may_end(word, sequence):

@@ -228,6 +228,12 @@ class BlockManager:
             seq.block_table.append(self._allocate())
         return True
 
+    def shrink(self, seq: Sequence) -> None:
+        """Give back the blocks behind all known tokens, which were for drafts."""
+        count = self._blocks_for(seq.num_tokens)
+        self._give_back(seq.block_table[count:])
+        del seq.block_table[count:]
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's full prompt blocks, all but the prompt's last token, with ``child``.
 

@@ -112,6 +112,12 @@ class GroupedBlockManager(BlockManager):
         self._extend(tables, need)
         return True
 
+    def shrink(self, seq: Request) -> None:
+        count = self._blocks_for(seq.num_tokens)
+        for table in _tables(seq):
+            self._give_back(table[count:])
+            del table[count:]
+
     def slide(self, seq: Request) -> None:
         """Give back what no window reaches from the next position on; after each of its steps.
 

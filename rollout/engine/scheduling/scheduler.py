@@ -1,10 +1,11 @@
 """Which tokens of which sequences are computed in the next step.
 
-One token budget per step: decodes first, then prefill chunks, first come first served. A sequence
-is admitted only when there are free blocks for all its known tokens, so a prefill never stalls. If
-a decode finds no block, the newest running sequence is preempted and recomputed later. Of sequences
-that share most of a prompt one goes first; the others are admitted once its blocks are in the
-prefix cache. The same calls on the same state give the same schedule.
+One token budget per step: decodes first, then prefill chunks, first come first served; drafts have
+what is left, and give their blocks back where they were wrong. A sequence is admitted only when
+there are free blocks for all its known tokens, so a prefill never stalls. If a decode finds no
+block, the newest running sequence is preempted and recomputed later. Of sequences that share most
+of a prompt one goes first; the others are admitted once its blocks are in the prefix cache. The
+same calls on the same state give the same schedule.
 
     add -> [fresh] --admit--> running --finish--> gone
                                 |  ^
@@ -23,6 +24,7 @@ from operator import attrgetter
 from rollout.engine.adapters.places import AdapterPlaces
 from rollout.engine.scheduling.block_manager import BlockManager, PrefixHit
 from rollout.engine.scheduling.in_flight_prefixes import InFlightPrefixes
+from rollout.engine.scheduling.ngram_drafter import NgramDrafter
 from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
 _BY_ID = attrgetter("seq_id")
@@ -33,6 +35,8 @@ class Scheduler:
 
     ``frozen``: nothing is scheduled. ``admitting`` False: sequences that have not run yet stay in
     the queue, those that have run go on. ``places``: of adapters, where some wait in host memory.
+    ``drafter``: guesses tokens after those that are known, while at most ``max_drafting`` sequences
+    decode: more of them fill a step without.
     """
 
     def __init__(
@@ -42,8 +46,11 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         places: AdapterPlaces | None = None,
+        drafter: NgramDrafter | None = None,
+        max_drafting: int = 0,
     ) -> None:
         self.blocks, self.places = blocks, places
+        self.drafter, self._max_drafting = drafter, max_drafting
         self.frozen = False
         self.admitting = True
         self.pin: int | None = None  # the version that pinned sequences finish on
@@ -99,7 +106,9 @@ class Scheduler:
             before = self.preemptions
             budget = self._schedule_running(batch.entries, pinned)
             if self.preemptions == before:
-                self._admit(batch.entries, budget, pinned)
+                budget = self._admit(batch.entries, budget, pinned)
+            if self.drafter is not None:
+                self._draft(self.drafter, batch.entries, budget)
             if batch.entries:
                 self._turn = pinned
                 break
@@ -109,17 +118,17 @@ class Scheduler:
         """The step after ``last``, which is still running; empty: wait for ``last`` first.
 
         Possible only if the tokens of ``last`` decide nothing but which sequences end: every
-        running sequence samples in it, none is pinned, none waits that could be admitted now or
-        after the ends that ``last`` is sure to bring, and there are free blocks. A sequence that
-        turns out to have ended is computed once in vain; one that waits for its place comes a step
-        later.
+        running sequence samples in it, none is drafted for or pinned, none waits that could be
+        admitted now or after the ends that ``last`` is sure to bring, and there are free blocks. A
+        sequence that turns out to have ended is computed once in vain; one that waits for its place
+        comes a step later.
         """
         batch = ScheduledBatch(
             version=self.blocks.version, number=last.number + 1, previous_rows=[]
         )
         rows = last.rows_running
         waits = self._next_heap(False)
-        held = self.frozen or self.pin is not None
+        held = self.frozen or self.pin is not None or self._drafts_for(len(rows))
         if held or len(rows) < len(self.running) or (waits and not self._is_full(waits)):
             return batch
         going_on = []
@@ -167,6 +176,8 @@ class Scheduler:
         seq.status = Status.FINISHED
         kv_spans = seq.kv_spans.prefix(seq.num_computed)
         self.blocks.release(seq)
+        if self.drafter is not None:
+            self.drafter.finish(seq)
         seq.kv_spans = kv_spans  # the output still tells which weights computed what
         siblings = [s for s in self._unforked.pop(seq.seq_id, ()) if s.status is Status.WAITING]
         if siblings:
@@ -244,6 +255,21 @@ class Scheduler:
             budget -= self._unblock(entries, prefills[0], budget)
         return budget
 
+    def _drafts_for(self, decoding: int) -> bool:
+        return self.drafter is not None and decoding <= self._max_drafting
+
+    def _draft(self, drafter: NgramDrafter, entries: list[ScheduledEntry], budget: int) -> None:
+        """Add drafts to entries that decode, where budget and blocks are left for them."""
+        decoding = [e for e in entries if e.num_new == 1 and e.sequence.output_len]
+        for entry in decoding if self._drafts_for(len(decoding)) else ():
+            seq = entry.sequence
+            if not budget or seq.reads_tokens or not entry.draws_alone:
+                continue
+            drafts = drafter.draft(seq, budget)
+            if drafts and self.blocks.grow(seq, coming=len(drafts)):
+                entry.drafts, entry.num_new = drafts, 1 + len(drafts)
+                budget -= len(drafts)
+
     def _schedule_chunk(self, entries: list[ScheduledEntry], seq: Sequence, budget: int) -> int:
         """What it takes of the budget; 0 where its windows have to wait for blocks."""
         count = self.blocks.cut(seq, min(seq.num_tokens - seq.num_computed, budget))
@@ -258,11 +284,12 @@ class Scheduler:
                 return 0
         return count
 
-    def _admit(self, entries: list[ScheduledEntry], budget: int, pinned: bool) -> None:
+    def _admit(self, entries: list[ScheduledEntry], budget: int, pinned: bool) -> int:
+        """Prompts of sequences that waited; returns the remaining budget."""
         if not budget or len(self.running) >= self._max_seqs or self._next_heap(pinned) is None:
-            return
+            return budget
         if not pinned and self._next_heap(True) is not None:
-            return  # those have begun before
+            return budget  # those have begun before
         in_flight = InFlightPrefixes(self.blocks, self.running)
         put_off: list[tuple[list[tuple[int, Sequence]], Sequence]] = []
         while budget and len(self.running) + len(put_off) < self._max_seqs:
@@ -282,11 +309,14 @@ class Scheduler:
             del self._waiting[seq.seq_id]
             seq.status = Status.RUNNING
             seq.own_tokens()
+            if self.drafter is not None:
+                self.drafter.begin(seq)
             insort(self.running, seq, key=_BY_ID)
             budget -= self._schedule_chunk(entries, seq, budget)
             in_flight.add(seq)
         for heap, seq in put_off:
             heapq.heappush(heap, (seq.seq_id, seq))
+        return budget
 
     def _has_adapter(self, seq: Sequence) -> bool:
         """Whether its adapter lies on the devices in the next step: running ones may hold all."""

@@ -15,6 +15,7 @@ from rollout.engine.sequences.image_positions import ImagePositions
 from rollout.engine.sequences.score_builder import ScoreBuilder
 from rollout.engine.sequences.snapshot import Snapshot
 from rollout.engine.sequences.span_builder import SpanBuilder
+from rollout.engine.sequences.texts import DraftPace
 from rollout.generation import PlacedImage, SamplingParams, VersionSpan
 from rollout.generation.packed import experts_of
 from rollout.weights.adapters import AdapterVersion
@@ -53,6 +54,8 @@ class Sequence:
     ``held_state`` a snapshot that it or its forks go on from, ``restoring`` one that its next step
     begins with, ``saving`` one that this step makes, ``branch`` the blocks of a known prefix that
     ended in none; ``forks``: other samples go on from this one's prompt.
+
+    ``drafting``: while it runs, where tokens may be drafted for it.
     """
 
     seq_id: int
@@ -95,6 +98,7 @@ class Sequence:
     saving: Snapshot | None = None
     branch: int = 0
     forks: bool = False
+    drafting: DraftPace | None = None
     kv_spans: SpanBuilder = field(default_factory=SpanBuilder)
     weight_versions: SpanBuilder = field(default_factory=SpanBuilder)
     raw: list[float] = field(default_factory=list)
@@ -304,10 +308,15 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledEntry:
-    """The ``num_new`` tokens after ``sequence.num_computed`` are computed this step."""
+    """The ``num_new`` tokens after ``sequence.num_computed`` are computed this step.
+
+    The last of them may be ``drafts``, which are not known yet: each is right if it is what the
+    step draws before it.
+    """
 
     sequence: Sequence
     num_new: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
@@ -321,13 +330,14 @@ class ScheduledEntry:
     def samples(self) -> bool:
         """Whether the step reaches the end of the known tokens and so draws the next one."""
         seq = self.sequence
-        return seq.draws and seq.num_computed + self.num_new == len(seq.token_ids)
+        known = self.num_new - len(self.drafts)
+        return seq.draws and seq.num_computed + known == len(seq.token_ids)
 
     @property
     def draws_alone(self) -> bool:
-        """Whether the step draws a token of this sequence, and brings nothing else."""
+        """Whether the step draws one token of this sequence, and brings nothing else."""
         seq = self.sequence
-        return self.samples and not (seq.needs_scores or seq.needs_hidden_state)
+        return self.samples and not (self.drafts or seq.needs_scores or seq.needs_hidden_state)
 
     @property
     def hidden_positions(self) -> range:
@@ -376,7 +386,7 @@ class ScheduledBatch:
 
     @property
     def drawing(self) -> list[Sequence]:
-        """Of the entries that sample, in their order."""
+        """Of the entries that sample, in their order; without drafts."""
         return [
             seq
             for entry in self.entries

@@ -29,10 +29,11 @@ def encode_batch(
 
     A batch with ``previous_rows`` is encoded while the step before it runs, by what its sequences
     will be when that step is booked; the ranks put the tokens in. Rows of logits: first one per
-    entry that samples, then the prompt positions that are scored, then those that bring hidden
-    states alone, all in the order of the entries. ``hidden_sums``, where there are any: to which
-    sum each of these is added. ``expert_slots``: the places in the KV cache whose experts are
-    wanted, of what the step computes and of what was found there.
+    entry that samples, and one behind each of its drafts, then the prompt positions that are
+    scored, then those that bring hidden states alone, all in the order of the entries.
+    ``hidden_sums``, where there are any: to which sum each of these is added. ``expert_slots``: the
+    places in the KV cache whose experts are wanted, of what the step computes and of what was found
+    there.
     """
     entries = batch.entries
     count = len(entries)
@@ -49,7 +50,10 @@ def encode_batch(
     tables = _block_tables(sequences)
     pages = pages_at(tables, owner, positions // block_size)
     draws = np.fromiter((s.draws for s in sequences), np.bool_, count)
-    samples = draws & (starts + new == known)
+    drafted = np.fromiter((len(entry.drafts) for entry in entries), np.int64, count)
+    samples = draws & (starts + new - drafted == known)
+    drawn = drafted[samples] + 1  # rows of each entry that draws
+    behind = np.arange(drawn.sum()) - np.repeat(drawn.cumsum() - drawn, drawn)  # so many drafts
     scored, targets, scored_settings = _prompt_rows(entries, query_starts)
     hidden, sums = _hidden_rows(entries, query_starts)
     arrays = {
@@ -59,12 +63,14 @@ def encode_batch(
         "query_starts": query_starts.astype(np.int32),
         "context_lens": (starts + new).astype(np.int32),
         "block_tables": tables,
-        "logit_rows": np.concatenate([query_starts[1:][samples] - 1, scored, hidden]),
+        "logit_rows": np.concatenate(
+            [np.repeat(query_starts[1:][samples] - drawn, drawn) + behind, scored, hidden]
+        ),
     }
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if batch.previous_rows is not None:
         tensors["previous_rows"] = torch.tensor(batch.previous_rows)
-    drawing = [sequences[i] for i in np.flatnonzero(samples)]
+    drawing = [sequences[i] for i in np.repeat(np.flatnonzero(samples), drawn)]
     if len(sums):
         tensors["hidden_sums"] = torch.from_numpy(sums)
     tensors |= _adapter_tensors(sequences, query_starts)
@@ -72,7 +78,7 @@ def encode_batch(
     tensors |= _expert_tensors(batch, positions, lasting, block_size)
     if sequences and sequences[0].state_slot >= 0:
         tensors |= _state_tensors(batch)
-    tensors |= SamplingMetadata.of(drawing, coming, targets, scored_settings).tensors()
+    tensors |= SamplingMetadata.of(drawing, behind + coming, targets, scored_settings).tensors()
     return {"version": batch.version, "number": batch.number}, tensors
 
 
@@ -250,6 +256,7 @@ def _input_ids(entries: list[ScheduledEntry], total: int) -> Ints:
             ids.append(sequence.token_ids[start])
         else:
             ids += sequence.token_ids[start : start + entry.num_new]
+            ids += entry.drafts
     return np.fromiter(ids, np.int64, total)
 
 

@@ -1,0 +1,145 @@
+"""Drafts by prompt lookup on real models: the tokens, and all that comes with them, stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import write_tiny
+
+from rollout import RequestOutput, Rollout, SamplingParams
+from rollout.errors import ConfigError
+
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "num_threads": 1, "num_kv_blocks": 200, "block_size": 8, "max_model_len": 128,
+    "skip_tokenizer_init": True, "enable_prefix_caching": False,
+}  # fmt: skip
+DRAFTS = {"num_speculative_tokens": 5, "speculative_history_tokens": 10_000}
+HEAD = [7, 3, 11, 200, 5, 9, 42, 17] * 3
+PROMPTS = [HEAD, [*HEAD[:19], 3, 4], [90, 91] * 4]
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.7, seed=3, n=2, logprobs=2, ignore_eos=True)
+
+
+def answers(outputs: list[RequestOutput]) -> list[tuple[list[int], str | None]]:
+    return [(one.token_ids, one.finish_reason) for out in outputs for one in out.outputs]
+
+
+def logprobs(outputs: list[RequestOutput]) -> np.ndarray[Any, Any]:
+    return np.array([x for out in outputs for one in out.outputs for x in one.logprobs.raw])
+
+
+def twice(engine: Rollout, params: SamplingParams) -> list[RequestOutput]:
+    """The second answer, which is mostly drafted from the first."""
+    first = engine.generate(PROMPTS, params)
+    before = engine.metrics()
+    again = engine.generate(PROMPTS, params)
+    now = engine.metrics()
+    assert answers(again) == answers(first)
+    taken = now.spec_accepted_tokens_total - before.spec_accepted_tokens_total
+    tokens = now.generation_tokens_total - before.generation_tokens_total
+    assert taken > tokens / 2
+    assert now.steps_total - before.steps_total < tokens / len(answers(again))
+    return again
+
+
+# Windows, chunks of attention, an index of tokens, sinks and latent attention among them.
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "gemma3", "llama4", "gpt_oss", "deepseek_v3", "deepseek_v32"]
+)
+def test_tokens_are_those_that_come_without(tmp_path: Path, architecture: str) -> None:
+    write_tiny(tmp_path, architecture)
+    with Rollout(str(tmp_path), **ENGINE) as plain, Rollout(
+        str(tmp_path), **ENGINE, **DRAFTS
+    ) as drafting:  # fmt: skip
+        wanted, found = plain.generate(PROMPTS, SAMPLED), twice(drafting, SAMPLED)
+        assert answers(found) == answers(wanted)
+        assert np.abs(logprobs(found) - logprobs(wanted)).max() < 1e-5
+
+
+def test_bits_are_those_that_come_without_where_they_depend_on_no_batch(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "qwen3")
+    settings = {**ENGINE, "deterministic": True}
+    with Rollout(str(tmp_path), **settings) as plain:
+        wanted = plain.generate(PROMPTS, SAMPLED)
+    with Rollout(str(tmp_path), **settings, **DRAFTS) as drafting:
+        found = twice(drafting, SAMPLED)
+    for one, other in zip(wanted, found, strict=True):
+        assert [s.logprobs for s in one.outputs] == [s.logprobs for s in other.outputs]
+
+
+def test_experts_and_kept_sets_are_of_the_right_tokens(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "qwen3_moe")
+    params = SamplingParams(
+        max_tokens=40, temperature=0.8, top_p=0.8, seed=3, n=2, ignore_eos=True,
+        return_routed_experts=True, return_sampling_mask=True,
+    )  # fmt: skip
+    with Rollout(str(tmp_path), **ENGINE) as plain:
+        wanted = plain.generate(PROMPTS, params)
+    with Rollout(str(tmp_path), **ENGINE, **DRAFTS) as drafting:
+        found = twice(drafting, params)
+    for out, other in zip(wanted, found, strict=True):
+        for one, same in zip(out.outputs, other.outputs, strict=True):
+            assert one.token_ids == same.token_ids
+            assert np.array_equal(one.routed_experts, same.routed_experts)
+            assert np.array_equal(one.sampling_mask.counts, same.sampling_mask.counts)
+            assert np.array_equal(one.sampling_mask.token_ids, same.sampling_mask.token_ids)
+
+
+def test_stops_in_the_midst_of_a_draft_end_there(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "qwen3")
+    with Rollout(str(tmp_path), **ENGINE, **DRAFTS) as engine:
+        [whole] = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=40, temperature=0.0))
+        tokens = whole.outputs[0].token_ids
+        stop = tokens[10]
+        at = tokens.index(stop)
+        params = SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=[stop])
+        [cut] = engine.generate(PROMPTS[:1], params)
+        assert cut.outputs[0].token_ids == tokens[: at + 1]
+        assert cut.outputs[0].stop_reason == stop
+        assert cut.outputs[0].kv_spans[-1].stop == len(HEAD) + at
+        assert [len(cut.outputs[0].logprobs.raw)] == [at + 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_is_drafted_for_by_what_the_old_weights_said(tmp_path: Path, ranks: int) -> None:
+    """And what the new ones say is what a restart says; on two ranks as well."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    write_tiny(tmp_path / "a", "qwen3", seed=1)
+    new = write_tiny(tmp_path / "b", "qwen3", seed=2)
+    settings = {**ENGINE, "tensor_parallel_size": ranks}
+    with Rollout(str(tmp_path / "b"), **settings) as restarted:
+        wanted = restarted.generate(PROMPTS, SAMPLED)
+    with Rollout(str(tmp_path / "a"), **settings, **DRAFTS) as engine:
+        old = twice(engine, SAMPLED)
+        engine.update_weights(new)
+        before = engine.metrics().spec_draft_tokens_total
+        found = engine.generate(PROMPTS, SAMPLED)
+        assert engine.metrics().spec_draft_tokens_total > before
+        assert answers(found) == answers(wanted) != answers(old)
+        assert all(s.weight_versions[0].version == 1 for out in found for s in out.outputs)
+        assert answers(twice(engine, SAMPLED)) == answers(wanted)
+
+
+def test_settings_that_read_the_tokens_before_are_drafted_for_by_nobody(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "qwen3")
+    params = SamplingParams(max_tokens=30, temperature=0.0, repetition_penalty=1.2)
+    with Rollout(str(tmp_path), **ENGINE, **DRAFTS) as engine:
+        first = engine.generate(PROMPTS, params)
+        assert answers(engine.generate(PROMPTS, params)) == answers(first)
+        assert engine.metrics().spec_drafts_total == 0
+
+
+def test_a_model_with_recurrent_states_is_refused_by_name(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "qwen3_next")
+    with pytest.raises(ConfigError, match="num_speculative_tokens=5: this model has recurrent"):
+        Rollout(str(tmp_path), **ENGINE, **DRAFTS)
+
+
+def test_vllms_and_sglangs_names_say_what_to_use(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "qwen3")
+    for name in ("speculative_config", "speculative_algorithm", "speculative_num_draft_tokens"):
+        with pytest.raises(ConfigError, match="num_speculative_tokens"):
+            Rollout(str(tmp_path), **ENGINE, **{name: "NGRAM"})
