@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
+
+from engine_core.toy_model import VOCAB
 
 from rollout.engine.core import EngineCore
 from rollout.engine.pins import PinTerms
@@ -56,6 +59,32 @@ def run(core: EngineCore, *requests: Request, stream: bool = False) -> dict[str,
     sink = Sink(len(requests))
     core.submit(requests, sink, stream=stream)
     return sink.results()
+
+
+def random_requests(rng: random.Random, prefix: str = "") -> list[Request]:
+    """Prompts, stops and settings of every kind, in what the toy model serves."""
+    found = []
+    for i in range(rng.randint(1, 12)):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+        most = rng.randint(1, 40)
+        params = {
+            "n": rng.choice([1, 1, 1, 3]),
+            "stop_token_ids": tuple(rng.sample(range(VOCAB), rng.choice([0, 3, 10]))),
+            "min_tokens": min(most, rng.choice([0, 0, 1, 9])),
+            "logprobs": rng.choice([None, 0, 2]),
+            "prompt_logprobs": rng.choice([None, None, 0]),
+            **rng.choice([{}, {}, {}, {"presence_penalty": 0.1}]),
+        }
+        found.append(request(f"{prefix}{i}", prompt, max_tokens=most, **params))
+    return found
+
+
+def comparable(out: RequestOutput) -> Any:
+    """All that an answer says, whoever gave it."""
+    return out.prompt_logprobs, [
+        (s.token_ids, s.logprobs, s.finish_reason, s.stop_reason, s.weight_versions, s.kv_spans)
+        for s in out.outputs
+    ]
 
 
 def commit(

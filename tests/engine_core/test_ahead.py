@@ -11,11 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_core.harness import PROMPT, Sink, Start, request, run
-from engine_core.toy_model import VOCAB, ToyExecutor
+from engine_core.harness import (
+    PROMPT,
+    Sink,
+    Start,
+    comparable,
+    random_requests,
+    request,
+    run,
+)
+from engine_core.toy_model import ToyExecutor
 
 from rollout.engine.core import EngineCore
-from rollout.generation import RequestOutput
 
 pytestmark = pytest.mark.parametrize("start", [True], ids=["ahead"], indirect=True)
 
@@ -116,30 +123,10 @@ def outputs(core: EngineCore, seed: int) -> dict[str, Any]:
     """What a fixed random set of requests gives, in three batches."""
     rng, found = random.Random(seed), {}
     for batch in range(3):
-        requests = [
-            request(
-                f"{batch}.{i}",
-                [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))],
-                max_tokens=rng.randint(1, 40),
-                n=rng.choice([1, 1, 1, 3]),
-                stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 3, 10]))),
-                min_tokens=rng.choice([0, 0, 1]),
-                logprobs=rng.choice([None, 0]),
-                prompt_logprobs=rng.choice([None, None, 0]),
-                **rng.choice([{}, {}, {}, {"presence_penalty": 0.1}]),
-            )
-            for i in range(rng.randint(1, 12))
-        ]
+        requests = random_requests(rng, f"{batch}.")
         found |= {name: comparable(out) for name, out in run(core, *requests).items()}
         core.scheduler.check_integrity()
     return found
-
-
-def comparable(out: RequestOutput) -> Any:
-    return out.prompt_logprobs, [
-        (s.token_ids, s.logprobs, s.finish_reason, s.stop_reason, s.weight_versions, s.kv_spans)
-        for s in out.outputs
-    ]
 
 
 @pytest.mark.parametrize("seed", range(12))

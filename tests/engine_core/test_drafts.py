@@ -6,14 +6,23 @@ import random
 from typing import Any
 
 import pytest
-from engine_core.harness import PROMPT, Sink, Start, commit, held, request, run
-from engine_core.test_ahead import comparable
+from engine_core.harness import (
+    PROMPT,
+    Sink,
+    Start,
+    commit,
+    comparable,
+    held,
+    random_requests,
+    request,
+    run,
+)
 from engine_core.toy_model import VOCAB, WHOLE, ToyExecutor, chain
 
 from rollout.engine.scheduling.ngram_drafter import NgramDrafter
 from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError
-from rollout.generation import Request, RequestOutput
+from rollout.generation import RequestOutput
 from rollout.models.decoder.kv_groups import KVGroup
 
 WINDOWS = (KVGroup(layers=(0, 1), window=6), KVGroup(layers=(2, 3)))
@@ -47,24 +56,6 @@ class Told:
         self.verdicts[accepted == drafted] += 1
 
 
-def requests(seed: int) -> list[Request]:
-    rng = random.Random(seed)
-    return [
-        request(
-            str(i),
-            [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))],
-            max_tokens=rng.randint(9, 40),
-            n=rng.choice([1, 1, 1, 3]),
-            stop_token_ids=tuple(rng.sample(range(VOCAB), rng.choice([0, 3, 10]))),
-            min_tokens=rng.choice([0, 0, 9]),
-            logprobs=rng.choice([None, 2]),
-            prompt_logprobs=rng.choice([None, None, 0]),
-            **rng.choice([{}, {}, {}, {"presence_penalty": 0.1}]),
-        )
-        for i in range(rng.randint(4, 12))
-    ]
-
-
 @pytest.mark.parametrize("groups", [WHOLE, WINDOWS], ids=["whole", "windows"])
 @pytest.mark.parametrize("seed", range(6))
 def test_everything_comes_out_as_without(start: Start, seed: int, groups: Any) -> None:
@@ -79,9 +70,9 @@ def test_everything_comes_out_as_without(start: Start, seed: int, groups: Any) -
     few = seed % 2 == 0
     drafts = {"num_speculative_tokens": 6, "speculative_max_num_seqs": 1 if few else 8}
     drafting = start(ToyExecutor(groups=groups), **drafts, **settings)
-    wanted = run(plain, *requests(seed))
+    wanted = run(plain, *random_requests(random.Random(seed)))
     told = drafting.scheduler.drafter = Told(seed, wanted, wrong=rng.choice([0.0, 0.2, 1.0]))
-    found = run(drafting, *requests(seed))
+    found = run(drafting, *random_requests(random.Random(seed)))
     assert {n: comparable(o) for n, o in found.items()} == {
         n: comparable(o) for n, o in wanted.items()
     }
