@@ -151,8 +151,8 @@ class EngineConfig:
         default_factory=dict,
         metadata={
             "help": "NAME=DIR: weights that change with the model's in one update, and are not run "
-            "(a draft model's, a head's): a checkpoint directory; mtp=DIR of a release: the head "
-            "that it comes with; may be repeated",
+            "(a head's, or a draft model's, but for draft_component): a checkpoint directory; "
+            "mtp=DIR of a release: the head that it comes with; may be repeated",
             "metavar": "NAME=DIR",
         },
     )
@@ -338,10 +338,15 @@ class EngineConfig:
     num_speculative_tokens: int = _setting(
         0,
         "tokens that a step may draft for each sequence and verify at once, by prompt lookup "
-        "(n-grams, no draft model); tokens and logprobs are those that come without; 0: none "
+        "(n-grams) or a draft model; tokens and logprobs are those that come without; 0: none "
         "(docs/speculative_decoding.md)",
         least=0,
         most=64,
+    )
+    draft_component: str | None = _setting(
+        None,
+        "the one of --components, a smaller whole model with the same tokenizer, that drafts these "
+        "tokens (default: prompt lookup)",
     )
     prompt_lookup_min: int = _setting(
         2, "fewest last tokens of a sequence that are looked up for a draft", least=1
@@ -443,6 +448,17 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}=True is of adapters that are served unmerged: set max_adapters, too, "
                     "or leave it out (merged adapters may change these without it)"
+                )
+        if (draft := self.draft_component) is not None:
+            if draft not in self.components:
+                raise ConfigError(
+                    f"draft_component={draft!r} is none of components "
+                    f"({', '.join(self.components) or 'there are none'}): add {draft}=DIR to them"
+                )
+            if not self.num_speculative_tokens or self.speculative_history_tokens:
+                raise ConfigError(
+                    f"draft_component={draft!r} drafts num_speculative_tokens, of 1 or more, and "
+                    "looks up no history: set that, and leave speculative_history_tokens out"
                 )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(

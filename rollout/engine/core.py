@@ -47,7 +47,9 @@ from rollout.engine.requests.journal import Journal
 from rollout.engine.requests.output import OutputProcessor
 from rollout.engine.requests.request_state import RequestState, Sink
 from rollout.engine.resolved_model import ResolvedModel
+from rollout.engine.scheduling.drafter import Drafter
 from rollout.engine.scheduling.grouped_blocks import make_block_manager
+from rollout.engine.scheduling.model_drafter import ModelDrafter
 from rollout.engine.scheduling.ngram_drafter import NgramDrafter
 from rollout.engine.scheduling.scheduler import Scheduler
 from rollout.engine.scheduling.state_slots import StateSlots
@@ -220,7 +222,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=size.running or config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens, places=self.places,
-            drafter=NgramDrafter.of(config), max_drafting=config.max_drafting(device),
+            drafter=self._drafter(config), max_drafting=config.max_drafting(device),
         )  # fmt: skip
         self.outputs = OutputProcessor(
             model, self.scheduler, self.counters, epoch=self.epoch,
@@ -244,6 +246,16 @@ class EngineCore:
         self._control = Control(
             self._loop, self.scheduler, self.outputs, self.pins, self.call, config.timeout
         )
+
+    def _drafter(self, config: EngineConfig) -> Drafter | None:
+        """None: nothing is drafted."""
+        most = config.num_speculative_tokens
+        if not most:
+            return None
+        if config.draft_component is not None:
+            return ModelDrafter(most, min(int(r["draft_longest"]) for r in self.rank_info))
+        lengths = config.prompt_lookup_min, config.prompt_lookup_max
+        return NgramDrafter(most, *lengths, config.speculative_history_tokens)
 
     def _build_images(self) -> None:
         config, vision = self.config, self.model_config.vision

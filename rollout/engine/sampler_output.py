@@ -15,7 +15,7 @@ from rollout.generation import SamplingMask
 
 TopLogprobs = dict[int, float]
 _KEPT = ("kept_counts", "kept_ids")
-_SIDE = ("hidden", "experts", *_KEPT)
+_SIDE = ("hidden", "experts", "drafts", *_KEPT)
 _ROWS = ("tokens", "raw", "processed", "log_kept_mass", "top_ids", "top_logprobs")
 
 
@@ -31,6 +31,7 @@ class SamplerOutput:
     each, and those, one row's after the other's; 0 where that was the whole vocabulary.
     ``packed``: where a captured step has put all that its rows, which all draw, have: a token, and
     raw, processed and log_kept_mass in the two words behind it.
+    ``drafts``: the tokens that were drafted in the step, in the order of its entries.
     """
 
     tokens: Tensor  # [R] int64
@@ -44,6 +45,7 @@ class SamplerOutput:
     kept_ids: Tensor | None = None  # [sum of kept_counts] int32
     experts: Tensor | None = None  # [E, sparse layers, experts of a token] uint8 or int16
     packed: Tensor | None = None  # [R, 3] int64
+    drafts: Tensor | None = None  # [D] int64
 
     @classmethod
     def cat(cls, parts: list[SamplerOutput]) -> SamplerOutput:
@@ -103,6 +105,7 @@ class SamplerOutput:
             kept_counts=tensors.get("kept_counts"),
             kept_ids=tensors.get("kept_ids"),
             experts=tensors.get("experts"),
+            drafts=tensors.get("drafts"),
         )
 
     def pick(

@@ -21,7 +21,8 @@ from rollout.weights.spellings import Spellings
 class ComponentModels(Model):
     """The ``policy``, and the ``others`` by component: loaded, digested and committed together.
 
-    Only the policy runs, and it alone may be quantised; the others are held for whoever reads them.
+    Only the policy runs by ``forward``, and it alone may be quantised; the others are held for
+    whoever reads them, or runs one beside it.
     Their tensors, aliases and prefixes are in ``table`` as ``component:name``, their parameters as
     ``component.name``.
     """
@@ -37,6 +38,9 @@ class ComponentModels(Model):
     @property
     def policy(self) -> Model:
         return self._models[POLICY]
+
+    def component(self, name: str) -> Model:
+        return self._models[name]
 
     @property
     def gives_hidden_states(self) -> bool:  # type: ignore[override]

@@ -75,6 +75,8 @@ class OutputProcessor:
         """
         if batch.previous_rows is not None:
             batch, output = _of_the_running(batch, output)
+        if output.drafts is not None:
+            _book_drafts(batch, output.drafts.tolist())
         drafter = self._scheduler.drafter
         if drafter is not None and any(entry.drafts for entry in batch.entries):
             for part, its_output in in_turn(batch, output, self._judge):
@@ -391,6 +393,16 @@ def _of_the_running(
         kept=[index for index, row in enumerate(asking) if row in rows],
     )
     return replace(batch, entries=[entries[row] for row in rows]), left
+
+
+def _book_drafts(batch: ScheduledBatch, tokens: list[int]) -> None:
+    """What the draft model drew in the step, which the ranks alone knew until now."""
+    start = 0
+    for entry in batch.entries:
+        if entry.drafts and entry.draft_context:
+            stop = start + len(entry.drafts)
+            entry.drafts, start = tuple(tokens[start:stop]), stop
+    assert start == len(tokens), "drafts of other places than were asked for"
 
 
 def _book_experts(batch: ScheduledBatch, output: SamplerOutput) -> None:

@@ -191,6 +191,37 @@ class SamplingMetadata:
             kept_rows=self.kept_rows[kept] - start,
         )
 
+    def picked(self, rows: Ints) -> SamplingMetadata:
+        """What rows that draw, and whose tokens before change nothing, draw by; nothing else that
+        they ask for.
+        """
+        edits, edit_rows = _of_rows(self.edit_rows, rows)
+        allowed, allowed_rows = _of_rows(self.allowed[:, 0], rows)
+        return SamplingMetadata(
+            **_EMPTY
+            | {
+                "numbers": self.numbers[rows],
+                "top_k": self.top_k[rows],
+                "seeds": self.seeds[rows],
+                "counters": self.counters[rows],
+                "num_top": np.full(len(rows), -1),
+                "edit_rows": edit_rows,
+                "edit_ids": self.edit_ids[edits],
+                "edit_values": self.edit_values[edits],
+                "allowed": np.stack([allowed_rows, self.allowed[allowed, 1]], 1),
+            }
+        )
+
+
+def _of_rows(owners: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """Which of ``owners``, which ascend, are one of ``rows``, row by row; and the number of each
+    one's row among them.
+    """
+    starts, stops = np.searchsorted(owners, rows), np.searchsorted(owners, rows, "right")
+    counts = stops - starts
+    among = np.repeat(np.arange(len(rows)), counts)
+    return np.arange(counts.sum()) + (stops - counts.cumsum())[among], among
+
 
 def _empty(name: str) -> NDArray[Any]:
     floats = ("numbers", "edit_values", "target_temperatures")

@@ -13,11 +13,10 @@ from collections import OrderedDict
 from hashlib import blake2b
 from weakref import WeakValueDictionary
 
-from rollout.config import EngineConfig
+from rollout.engine.scheduling.drafter import Draft
 from rollout.engine.sequences.sequence import Sequence
-from rollout.engine.sequences.texts import DraftPace, Texts
+from rollout.engine.sequences.texts import TextPace, Texts
 
-_LONGEST_WAIT = 8  # steps
 _AT_ONCE = 512  # tokens that a step looks through for one sequence: long ones hold up no step
 _MOST_OF_ONE = 1 << 18  # tokens of one prompt's samples, where one always runs
 
@@ -37,61 +36,44 @@ class NgramDrafter:
         self._kept: OrderedDict[Texts, None] = OrderedDict()
         self._num_kept = 0  # tokens of those
 
-    @classmethod
-    def of(cls, config: EngineConfig) -> NgramDrafter | None:
-        """None: nothing is drafted."""
-        most = config.num_speculative_tokens
-        lengths = config.prompt_lookup_min, config.prompt_lookup_max
-        return cls(most, *lengths, config.speculative_history_tokens) if most else None
-
     def begin(self, seq: Sequence) -> None:
         """A sample runs: from now on it has a place among those of its prompt."""
         if seq.drafting is None and seq.draws and not seq.reads_tokens:
             texts = self._texts_of(seq)
-            seq.drafting = DraftPace(texts, texts.join(), self.most)
+            seq.drafting = TextPace(
+                texts=texts, number=texts.join(), most=self.most, length=self.most
+            )
 
     def finish(self, seq: Sequence) -> None:
         """A sample has ended: others draft from all that it said, also where too many decoded for
         drafts of its own.
         """
         pace, seq.drafting = seq.drafting, None
-        if pace is not None:
+        if isinstance(pace, TextPace):
             self._extend(pace, seq)
             pace.texts.end(pace.number)
             self._forget()
 
-    def draft(self, seq: Sequence, room: int) -> tuple[int, ...]:
+    def draft(self, seq: Sequence, room: int) -> Draft:
         """At most ``room`` tokens that may come after the known ones; none where nothing is found,
         and for some steps after drafts that were all wrong.
         """
         pace = seq.drafting
-        if pace is None:
-            return ()
+        if not isinstance(pace, TextPace):
+            return Draft()
         self._extend(pace, seq)
         pace.texts.look_through(pace.number, _AT_ONCE)
-        if pace.waits:
-            pace.waits -= 1
-            return ()
         count = min(pace.length, room, seq.max_len - seq.num_tokens - 1)
-        return tuple(pace.texts.follow(pace.number, count)) if count > 0 else ()
+        if pace.rests() or count < 1:
+            return Draft()
+        return Draft(tuple(pace.texts.follow(pace.number, count)))
 
     def judge(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        """How the draft of a step went: the next one is longer, as long as would have done, or
-        comes later, each time twice as late.
-        """
-        pace = seq.drafting
-        if pace is None:
-            return
-        if accepted == drafted:
-            pace.length = min(self.most, max(pace.length, drafted) + 2)
-        else:
-            pace.length = max(1, accepted)
-        if accepted:
-            pace.waits, pace.next_wait = 0, 1
-        else:
-            pace.waits, pace.next_wait = pace.next_wait, min(2 * pace.next_wait, _LONGEST_WAIT)
+        """How the draft of a step went."""
+        if seq.drafting is not None:
+            seq.drafting.judge(drafted, accepted)
 
-    def _extend(self, pace: DraftPace, seq: Sequence) -> None:
+    def _extend(self, pace: TextPace, seq: Sequence) -> None:
         new = pace.texts.extend(pace.number, seq.token_ids)
         if pace.texts in self._kept:
             self._num_kept += new

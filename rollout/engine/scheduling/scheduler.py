@@ -23,8 +23,8 @@ from operator import attrgetter
 
 from rollout.engine.adapters.places import AdapterPlaces
 from rollout.engine.scheduling.block_manager import BlockManager, PrefixHit
+from rollout.engine.scheduling.drafter import Drafter
 from rollout.engine.scheduling.in_flight_prefixes import InFlightPrefixes
-from rollout.engine.scheduling.ngram_drafter import NgramDrafter
 from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
 _BY_ID = attrgetter("seq_id")
@@ -46,7 +46,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         places: AdapterPlaces | None = None,
-        drafter: NgramDrafter | None = None,
+        drafter: Drafter | None = None,
         max_drafting: int = 0,
     ) -> None:
         self.blocks, self.places = blocks, places
@@ -108,7 +108,7 @@ class Scheduler:
             if self.preemptions == before:
                 budget = self._admit(batch.entries, budget, pinned)
             if self.drafter is not None:
-                self._draft(self.drafter, batch.entries, budget)
+                self._draft(self.drafter, batch, budget)
             if batch.entries:
                 self._turn = pinned
                 break
@@ -258,17 +258,21 @@ class Scheduler:
     def _drafts_for(self, decoding: int) -> bool:
         return self.drafter is not None and decoding <= self._max_drafting
 
-    def _draft(self, drafter: NgramDrafter, entries: list[ScheduledEntry], budget: int) -> None:
+    def _draft(self, drafter: Drafter, batch: ScheduledBatch, budget: int) -> None:
         """Add drafts to entries that decode, where budget and blocks are left for them."""
-        decoding = [e for e in entries if e.num_new == 1 and e.sequence.output_len]
+        decoding = [e for e in batch.entries if e.num_new == 1 and e.sequence.output_len]
         for entry in decoding if self._drafts_for(len(decoding)) else ():
             seq = entry.sequence
             if not budget or seq.reads_tokens or not entry.draws_alone:
                 continue
-            drafts = drafter.draft(seq, budget)
-            if drafts and self.blocks.grow(seq, coming=len(drafts)):
-                entry.drafts, entry.num_new = drafts, 1 + len(drafts)
-                budget -= len(drafts)
+            tokens, context = drafter.draft(seq, budget)
+            if tokens and not self.blocks.grow(seq, coming=len(tokens)):
+                continue
+            if context:
+                entry.draft_context, seq.num_drafted = context, context.stop
+                batch.runs_draft = True
+            entry.drafts, entry.num_new = tokens, 1 + len(tokens)
+            budget -= len(tokens) + len(context)
 
     def _schedule_chunk(self, entries: list[ScheduledEntry], seq: Sequence, budget: int) -> int:
         """What it takes of the budget; 0 where its windows have to wait for blocks."""

@@ -10,12 +10,12 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.engine.sequences.draft_pace import DraftPace
 from rollout.engine.sequences.expert_rows import ExpertRows
 from rollout.engine.sequences.image_positions import ImagePositions
 from rollout.engine.sequences.score_builder import ScoreBuilder
 from rollout.engine.sequences.snapshot import Snapshot
 from rollout.engine.sequences.span_builder import SpanBuilder
-from rollout.engine.sequences.texts import DraftPace
 from rollout.generation import PlacedImage, SamplingParams, VersionSpan
 from rollout.generation.packed import experts_of
 from rollout.weights.adapters import AdapterVersion
@@ -55,7 +55,8 @@ class Sequence:
     begins with, ``saving`` one that this step makes, ``branch`` the blocks of a known prefix that
     ended in none; ``forks``: other samples go on from this one's prompt.
 
-    ``drafting``: while it runs, where tokens may be drafted for it.
+    ``drafting``: while it runs, where tokens may be drafted for it; ``num_drafted``: how many
+    leading positions the draft model has keys and values of, where one drafts.
     """
 
     seq_id: int
@@ -99,6 +100,7 @@ class Sequence:
     branch: int = 0
     forks: bool = False
     drafting: DraftPace | None = None
+    num_drafted: int = 0
     kv_spans: SpanBuilder = field(default_factory=SpanBuilder)
     weight_versions: SpanBuilder = field(default_factory=SpanBuilder)
     raw: list[float] = field(default_factory=list)
@@ -286,7 +288,7 @@ class Sequence:
 
     def forget_kv(self) -> None:
         """Start over from position 0, keeping the output; the blocks are the caller's to free."""
-        self.num_computed = 0
+        self.num_computed = self.num_drafted = 0
         self.kv_spans.clear()
         self.block_table, self.more_tables, self.gone = [], [], []
         self.hashed_blocks = 0
@@ -311,12 +313,14 @@ class ScheduledEntry:
     """The ``num_new`` tokens after ``sequence.num_computed`` are computed this step.
 
     The last of them may be ``drafts``, which are not known yet: each is right if it is what the
-    step draws before it.
+    step draws before it. Those that the draft model draws in the step are -1 until it is done;
+    ``draft_context``: the positions that it computes first.
     """
 
     sequence: Sequence
     num_new: int
     drafts: tuple[int, ...] = ()
+    draft_context: range = range(0)
 
     @property
     def start(self) -> int:
@@ -376,13 +380,14 @@ class ScheduledBatch:
     ``number`` counts up by one from step to step. ``previous_rows``, of a step that is begun before
     the one ahead of it has ended: for each entry (which all have one token) the row of that step
     that draws it. Until that step is booked, ``start``, ``stop`` and the lengths of its sequences
-    are less than they will be.
+    are less than they will be. ``runs_draft``: the draft model runs for some entries.
     """
 
     entries: list[ScheduledEntry] = field(default_factory=list)
     version: int = 0
     number: int = 0
     previous_rows: list[int] | None = None
+    runs_draft: bool = False
 
     @property
     def drawing(self) -> list[Sequence]:

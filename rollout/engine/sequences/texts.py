@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import ref
 
+from rollout.engine.sequences.draft_pace import DraftPace
+
 _MOST_BEFORE = 4  # texts of one prompt that a draft is looked for in
 _BITS = 40  # of a place: above them the part, below them where the text goes on
 
@@ -113,14 +115,9 @@ class Texts:
         return found + own[: stop - prompt].tolist() if number and stop > prompt else found
 
 
-@dataclass(slots=True)
-class DraftPace:
-    """Of one sequence: where its text is, how many tokens its next draft may have, and how many
-    steps there are without one (``waits``) since the last was wrong, and the next time.
-    """
+@dataclass(slots=True, kw_only=True)
+class TextPace(DraftPace):
+    """Of a sequence whose text is that of ``number``."""
 
     texts: Texts
     number: int
-    length: int
-    waits: int = 0
-    next_wait: int = 1

@@ -15,6 +15,7 @@ from torch import Tensor
 from rollout.engine.memory import to_device
 from rollout.engine.sampling.metadata import Ints, SamplingMetadata
 from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry, Sequence
+from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 
@@ -78,6 +79,9 @@ def encode_batch(
     tensors |= _expert_tensors(batch, positions, lasting, block_size)
     if sequences and sequences[0].state_slot >= 0:
         tensors |= _state_tensors(batch)
+    if batch.runs_draft:
+        rows = np.cumsum(np.where(samples, drafted + 1, 0)) - drafted - 1
+        tensors |= DraftBatch.of(entries, query_starts, rows, lasting, block_size).tensors()
     tensors |= SamplingMetadata.of(drawing, behind + coming, targets, scored_settings).tensors()
     return {"version": batch.version, "number": batch.number}, tensors
 

@@ -43,13 +43,14 @@ class BatchEncoder:
     def encode(self, batch: ScheduledBatch) -> Encoded:
         """As ``encode_batch``; tensors of several steps may share memory, which stays as it is."""
         sequences = list(map(_sequence, batch.entries))
-        if self._kept is not None and sequences == self._kept.sequences:
-            again = self._kept.step(batch)
+        kept = None if batch.runs_draft else self._kept
+        if kept is not None and sequences == kept.sequences:
+            again = kept.step(batch)
             if again is not None:
                 return again
         last, self._last, self._kept = self._last, [], None
         encoded = encode_batch(batch, self.block_size)
-        if sequences and sequences == last:
+        if sequences and sequences == last and not batch.runs_draft:
             self._kept = _Kept.of(batch, sequences, encoded[1], self.block_size)
         self._last = sequences
         return encoded

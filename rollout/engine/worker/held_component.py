@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from rollout.errors import ConfigError
 from rollout.loader import resolve_model
 from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig
+from rollout.models.decoder.kv_groups import kv_groups
 from rollout.models.held_tensors import HeldTensors
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
@@ -70,8 +72,32 @@ class HeldComponent:
             prefixes.setdefault(f"{meta.name.split('.', 1)[0]}.", "")
         return cls(directory=directory, config=None, tensors=held, prefixes=prefixes)
 
-    def build(self, beside: Build) -> Model:
-        """Empty, of the dtype and on the device of the policy that was built as ``beside`` says."""
+    def longest(self, name: str, wanted: int | None) -> int:
+        """Tokens of a sequence that it can draft for, as component ``name``; ``ConfigError`` where
+        it cannot run as a draft model.
+        """
+        config = self.config
+        fault = ""
+        if config is None:
+            fault = "it is no whole model of an architecture that rollout runs itself"
+        elif config.hf_values is not None or config.labels or config.vision is not None:
+            fault = f"{config.architecture} is no language model that rollout runs itself"
+        elif config.recurrent_layers:
+            fault = "it has recurrent states, which cannot go back behind a draft that was wrong"
+        elif len(kv_groups(config)) > 1:
+            fault = "its layers differ in how far they reach back (sliding windows beside others)"
+        if config is None or fault:
+            raise ConfigError(
+                f"draft_component={name!r} ({self.directory}): {fault}; name another, or leave it "
+                "out to draft by prompt lookup"
+            )
+        return min(wanted or sys.maxsize, config.max_position_embeddings)
+
+    def build(self, beside: Build, longest: int | None = None) -> Model:
+        """Empty, of the dtype and on the device of the policy that was built as ``beside`` says.
+
+        ``longest``: tokens of a sequence that it is run for; None: it is not run.
+        """
         if self.config is None:
             return HeldTensors(beside, self.tensors, self.prefixes)
         return build_model(
@@ -80,7 +106,7 @@ class HeldComponent:
             beside.dtype,
             beside.device,
             beside.layout,
-            max_model_len=1,  # it is not run
+            max_model_len=longest or 1,
             expert_parallel=beside.expert_parallel and self.config.moe is not None,
         )
 

@@ -99,15 +99,20 @@ class KVShape:
 
 
 class KVCache:
-    """Allocates the pages, and drops and takes them again around a sleep; so with ``states``.
+    """Allocates the pages, and drops and takes them again around a sleep; so with ``states``, and
+    with the pages of a ``draft`` model, which has as many blocks.
 
     Contents are uninitialised and do not survive a sleep. Allocated once, not per step.
     """
 
     def __init__(
-        self, shape: KVShape, device: torch.device, states: StateCache | None = None
+        self,
+        shape: KVShape,
+        device: torch.device,
+        states: StateCache | None = None,
+        draft: KVCache | None = None,
     ) -> None:
-        self.shape, self.device, self.states = shape, device, states
+        self.shape, self.device, self.states, self.draft = shape, device, states, draft
         self.num_blocks = 0
         self._layers: list[LayerKV] = []
         self.experts: torch.Tensor | None = None  # [slots + 1, *shape.experts]
@@ -118,6 +123,11 @@ class KVCache:
         if not self._layers:
             raise EngineClosed("this rank has no KV cache: the engine is asleep or not started")
         return self._layers
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, a draft model's included."""
+        return self.shape.block_bytes + (0 if self.draft is None else self.draft.block_bytes)
 
     def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """Take ``num_blocks`` blocks, and as many slots of states, in place of any there were."""
@@ -141,7 +151,7 @@ class KVCache:
                 )
         except RuntimeError as error:
             self.free()
-            need = num_blocks * shape.block_bytes
+            need = num_blocks * self.block_bytes
             raise ConfigError(
                 f"no memory for {num_blocks} KV blocks ({need / 2**20:.0f} MiB); set a smaller "
                 f"kv_cache_bytes or num_kv_blocks ({error})"
@@ -154,6 +164,8 @@ class KVCache:
                     self._layers[layer] = replace(self._layers[layer], beside=slots)
                 else:
                     self._layers.insert(layer, slots)
+        if self.draft is not None:
+            self.draft.allocate(num_blocks)
         self.num_blocks = num_blocks
 
     def free(self) -> None:
@@ -161,6 +173,8 @@ class KVCache:
         self._layers, self.experts = [], None
         if self.states is not None:
             self.states.free()
+        if self.draft is not None:
+            self.draft.free()
 
     def restore(self) -> None:
         """After ``free``: take as many blocks as before."""

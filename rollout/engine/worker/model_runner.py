@@ -21,6 +21,8 @@ from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.steps.batch import decode_batch, with_drawn
+from rollout.engine.steps.draft_batch import DraftBatch
+from rollout.engine.worker.draft_runner import DraftRunner
 from rollout.engine.worker.graph_sets import GraphSets
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.kv_cache import KVCache, KVShape
@@ -66,6 +68,12 @@ class ModelRunner:
             name: HeldComponent.at(name, path, tp, config.expert_parallel)
             for name, path in config.components.items()
         }
+        self._draft_longest = 0
+        if name := config.draft_component:
+            held, most = self._components[name], config.max_model_len
+            self._draft_longest = held.longest(
+                name, most or self.model_config.max_position_embeddings
+            )
         self.adapters: AdapterSlots | None = None
         self._longest: int | None = None  # tokens of a sequence, once that is known
         live = self._build(self.device)
@@ -102,7 +110,9 @@ class ModelRunner:
         kept = 0 if tp.rank else sum(self.sparse_layers)
         shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype, kept)
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
-        self.kv = KVCache(shape, self.device, self.states)
+        self._draft = self._make_draft()
+        pages = None if self._draft is None else self._draft.kv
+        self.kv = KVCache(shape, self.device, self.states, pages)
         self._images = EncodedImages()
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
@@ -112,7 +122,8 @@ class ModelRunner:
         return {
             "weight_bytes": self.weight_bytes,
             "pending_bytes": self.table.pending * self.dtype.itemsize,
-            "kv_block_bytes": self.kv.shape.block_bytes,
+            "kv_block_bytes": self.kv.block_bytes,
+            "draft_longest": self._draft_longest,
             "kv_groups": self.kv.shape.told_groups,
             "graph_bytes": self._graphs.nbytes(),
             "adapter_bytes": 0 if self.adapters is None else self.adapters.nbytes,
@@ -144,11 +155,15 @@ class ModelRunner:
         model = self.instances.previous if pinned else self.instances.live
         with torch.inference_mode():
             if "previous_rows" in tensors:
-                batch = with_drawn(batch, tensors, self._of_rank_0(drawn))
+                drawn = None if drawn is None else self._of_rank_0(drawn)
+                batch = with_drawn(batch, tensors, drawn)
             if "images" in args:
                 pixels = tensors.get("pixels")
                 batch = replace(batch, visual=self._visual(model, args["images"], pixels))
             self.states.copy(tensors.get("state_restores"))
+            drafted = None
+            if (drafts := DraftBatch.from_tensors(tensors)) is not None:
+                batch, drafted = self._with_drafts(model, drafts, batch, sampling)
             output = self._output(model, batch, sampling, tensors.get("hidden_sums"))
             if pinned:
                 self.instances.shadow_is_read()
@@ -161,7 +176,36 @@ class ModelRunner:
                 slots = to_device(tensors["expert_slots"], self.device)
                 output = replace(output, experts=self.kv.experts[slots])
             on_host = output.to_host()
-            return lambda: ({"version": version}, on_host().tensors())
+            return lambda: ({"version": version}, replace(on_host(), drafts=drafted).tensors())
+
+    def _with_drafts(
+        self,
+        model: Model,
+        drafts: DraftBatch,
+        batch: ForwardBatch,
+        sampling: SamplingMetadata,
+    ) -> tuple[ForwardBatch, Tensor]:
+        """``batch`` with what the draft model puts in place of -1, and that alone. Collective."""
+        assert self._draft is not None
+        assert isinstance(model, ComponentModels)
+        assert self.config.draft_component is not None
+        drafting = model.component(self.config.draft_component)
+        filled = self._draft.complete(drafting, self.sampler, drafts, batch, sampling)
+        return filled, filled.input_ids[batch.input_ids < 0]
+
+    def _make_draft(self) -> DraftRunner | None:
+        if self.config.draft_component is None:
+            return None
+        model = self._components[self.config.draft_component].config
+        assert model is not None
+        shape = KVShape.of(model, self.tp.size, self.config.block_size, self.dtype)
+        return DraftRunner(
+            KVCache(shape, self.device),
+            self.model_config.vocab_size,
+            is_first=self.tp.rank == 0,
+            to_device=self._moved,
+            shared=self._of_rank_0,
+        )
 
     def _output(
         self,
@@ -221,9 +265,9 @@ class ModelRunner:
             pixels = to_device(pixels, self.device)
         return VisualRows(*self._images.follow(plan, policy.encode_image, pixels))
 
-    def _of_rank_0(self, drawn: Tensor | None) -> Tensor | None:
-        """The tokens of the step before; only rank 0 has drawn them. Collective."""
-        if drawn is None or self.tp.size == 1:
+    def _of_rank_0(self, drawn: Tensor) -> Tensor:
+        """Tokens that only rank 0 has drawn; the others have as many of any. Collective."""
+        if self.tp.size == 1:
             return drawn
         return self.tp.all_gather(to_device(drawn, self.device))[: len(drawn)]
 
@@ -265,7 +309,9 @@ class ModelRunner:
         release_unused(self.device)
 
     def _to_device(self, batch: ForwardBatch) -> ForwardBatch:
-        batch = replace(batch, expert_pages=self.kv.experts)
+        return self._moved(replace(batch, expert_pages=self.kv.experts))
+
+    def _moved(self, batch: ForwardBatch) -> ForwardBatch:
         if self.device.type == "cpu":
             return batch
         moved = {
@@ -288,7 +334,10 @@ class ModelRunner:
     def _build(self, device: torch.device) -> Model:
         policy = self._built(self.model_config, device)
         others = {
-            name: component.build(policy.build) for name, component in self._components.items()
+            name: component.build(
+                policy.build, self._draft_longest if name == self.config.draft_component else None
+            )
+            for name, component in self._components.items()
         }
         self._limit_rope(policy)
         if self.adapters is not None:
