@@ -1,6 +1,7 @@
-"""Tokens per second with drafts by prompt lookup, as a share of those without.
+"""Tokens per second with drafts, as a share of those without: by prompt lookup, or by a model.
 
     python benchmarks/speculative.py CHECKPOINT --sequences 1 8 16 32 --rounds 5
+    python benchmarks/speculative.py CHECKPOINT --draft-layers 2
 
 How much drafts bring depends on the text, which made-up weights do not have. So there are three
 texts, between which any other lies:
@@ -11,24 +12,39 @@ texts, between which any other lies:
   is right one time in four.
 - none: tokens drawn from the whole vocabulary: nothing is found.
 
+With --draft-layers N the checkpoint's first N layers, with its embedding and head, draft:
+
+- right: for a policy whose other layers add nothing, so that it says what its draft says;
+- wrong: for the checkpoint as it is, with which they have nothing in common.
+
 Two engines take turns; medians of the rounds, each with prompts of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import shutil
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from rollout import Rollout, SamplingParams
 
 PROMPT = 64
-TEXTS = ("right", "wrong", "none")
 CHOICE = (11, 12, 13, 14)  # of the text "wrong"
 
 
-def seconds(engine: Rollout, text: str, prompts: list[list[int]], new: int, seed: int) -> float:
+def seconds(
+    engine: Rollout, prompts: list[list[int]], new: int, seed: int, text: str = ""
+) -> float:
+    """``text``: one of those that are looked up."""
     params = SamplingParams(
         max_tokens=new,
         ignore_eos=True,
@@ -42,6 +58,48 @@ def seconds(engine: Rollout, text: str, prompts: list[list[int]], new: int, seed
     return time.perf_counter() - began
 
 
+def beginning(checkpoint: Path, layers: int, where: Path) -> tuple[Path, Path]:
+    """A draft model of the first ``layers``, and a policy that those are all of."""
+    tensors = {
+        name: tensor
+        for file in sorted(checkpoint.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    later = {
+        name
+        for name in tensors
+        if name.startswith("model.layers.") and int(name.split(".")[2]) >= layers
+    }
+    quiet = {
+        name: tensor * 0 if name in later and name.endswith(("o_proj.weight", "down_proj.weight"))
+        else tensor
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+    few = {name: tensor for name, tensor in tensors.items() if name not in later}
+    config = json.loads((checkpoint / "config.json").read_text())
+    kinds = config.get("layer_types")
+    short = (
+        config | {"num_hidden_layers": layers} | ({"layer_types": kinds[:layers]} if kinds else {})
+    )
+    for name, held, told in (("policy", quiet, config), ("draft", few, short)):
+        (where / name).mkdir()
+        save_file(held, where / name / "model.safetensors")
+        (where / name / "config.json").write_text(json.dumps(told))
+    return where / "policy", where / "draft"
+
+
+def pairs(args: argparse.Namespace, where: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Texts, the policy of each, and how it is drafted for."""
+    if not args.draft_layers:
+        for text in ("right", "wrong", "none"):
+            yield text, args.checkpoint, {"speculative_history_tokens": 1 << 20}
+        return
+    policy, draft = beginning(Path(args.checkpoint), args.draft_layers, where)
+    drafts = {"components": {"draft": str(draft)}, "draft_component": "draft"}
+    yield "right", str(policy), drafts
+    yield "wrong", args.checkpoint, drafts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,40 +108,48 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
+    parser.add_argument("--draft-layers", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    most = max(args.sequences)
     settings = {
         "device": args.device, "skip_tokenizer_init": True, "enable_prefix_caching": False,
         "max_model_len": PROMPT + args.new_tokens, "seed": 0, "async_scheduling": False,
     }  # fmt: skip
-    rng = random.Random(0)
-    with (
-        Rollout(args.checkpoint, **settings) as plain,
-        Rollout(
-            args.checkpoint, **settings, num_speculative_tokens=args.drafts,
-            speculative_max_num_seqs=most, speculative_history_tokens=1 << 20,
-        ) as drafting,
-    ):  # fmt: skip
-        for count in args.sequences:
-            for text in TEXTS:
-                before, pairs = drafting.metrics(), []
-                for number in range(args.rounds):
-                    prompts = [
-                        [rng.randrange(20, 8000) for _ in range(PROMPT)] for _ in range(count)
-                    ]
-                    given = text, prompts, args.new_tokens, number
-                    pairs.append((seconds(plain, *given), seconds(drafting, *given)))
-                now = drafting.metrics()
-                drafted = now.spec_draft_tokens_total - before.spec_draft_tokens_total
-                right = now.spec_accepted_tokens_total - before.spec_accepted_tokens_total
-                alone, with_drafts = map(statistics.median, zip(*pairs, strict=True))
-                print(
-                    f"{count:3} sequences, {text:5}: {alone / with_drafts:.2f} times the tokens/s, "
-                    f"{right} of {drafted} drafted tokens right",
-                    flush=True,
-                )
+    drafts = {
+        "num_speculative_tokens": args.drafts, "speculative_max_num_seqs": max(args.sequences),
+    }  # fmt: skip
+    where = Path(tempfile.mkdtemp())
+    try:
+        for text, policy, by in pairs(args, where):
+            with (
+                Rollout(policy, **settings) as plain,
+                Rollout(policy, **settings, **drafts, **by) as drafting,
+            ):
+                for count in args.sequences:
+                    compare(args, plain, drafting, count, text)
+    finally:
+        shutil.rmtree(where)
+
+
+def compare(
+    args: argparse.Namespace, plain: Rollout, drafting: Rollout, count: int, text: str
+) -> None:
+    """Print what drafts for ``count`` sequences bring."""
+    rng, before, found = random.Random(count), drafting.metrics(), []
+    for number in range(args.rounds):
+        prompts = [[rng.randrange(20, 8000) for _ in range(PROMPT)] for _ in range(count)]
+        given = prompts, args.new_tokens, number, "" if args.draft_layers else text
+        found.append((seconds(plain, *given), seconds(drafting, *given)))
+    now = drafting.metrics()
+    drafted = now.spec_draft_tokens_total - before.spec_draft_tokens_total
+    right = now.spec_accepted_tokens_total - before.spec_accepted_tokens_total
+    alone, with_drafts = map(statistics.median, zip(*found, strict=True))
+    print(
+        f"{count:3} sequences, {text:5}: {alone / with_drafts:.2f} times the tokens/s, "
+        f"{right} of {drafted} drafted tokens right",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from engine_core.harness import (
 )
 from engine_core.toy_model import VOCAB, WHOLE, ToyExecutor, chain
 
+from rollout.engine.scheduling.drafter import Draft
 from rollout.engine.scheduling.ngram_drafter import NgramDrafter
 from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError
@@ -43,13 +44,15 @@ class Told:
 
     def finish(self, seq: Sequence) -> None: ...
 
-    def draft(self, seq: Sequence, room: int) -> tuple[int, ...]:
+    def draft(self, seq: Sequence, room: int) -> Draft:
         count = min(room, self.rng.randint(0, self.most), seq.max_len - seq.num_tokens - 1)
         ahead = self.known[seq.request_id, seq.index][seq.output_len :][: max(count, 0)]
         ahead += [self.rng.randrange(VOCAB)] * (count - len(ahead))  # after a stop
-        return tuple(
-            self.rng.randrange(VOCAB) if self.rng.random() < self.wrong else token
-            for token in ahead
+        return Draft(
+            tuple(
+                self.rng.randrange(VOCAB) if self.rng.random() < self.wrong else token
+                for token in ahead
+            )
         )
 
     def judge(self, seq: Sequence, drafted: int, accepted: int) -> None:
@@ -194,7 +197,9 @@ def test_nobody_is_preempted_for_a_draft(start: Start, monkeypatch: pytest.Monke
     core = start(num_speculative_tokens=6, num_kv_blocks=5, max_model_len=20)
     core.scheduler.drafter = told = Told(1, {}, wrong=0.0)
     monkeypatch.setattr(
-        told, "draft", lambda seq, room: (0,) * min(6, room, seq.max_len - seq.num_tokens - 1)
+        told,
+        "draft",
+        lambda seq, room: Draft((0,) * min(6, room, seq.max_len - seq.num_tokens - 1)),
     )
     run(core, request("a", [1] * 4, max_tokens=12), request("b", [2] * 7, max_tokens=4))
     assert core.counters.drafts > 0
@@ -240,31 +245,37 @@ def test_drafts_leave_the_budget_of_a_step_to_prompts(start: Start) -> None:
 def test_repetition_is_drafted_to_any_length() -> None:
     drafter = NgramDrafter(7, 2, 3)
     seq = begun(drafter, [1, 2, 3, 1, 2, 3, 1, 2])
-    assert drafter.draft(seq, 99) == (3, 1, 2, 3, 1, 2, 3)
-    assert drafter.draft(seq, 2) == (3, 1)
+    assert drafter.draft(seq, 99).tokens == (3, 1, 2, 3, 1, 2, 3)
+    assert drafter.draft(seq, 2).tokens == (3, 1)
     seq.max_len = 10
-    assert drafter.draft(seq, 99) == (3,)
+    assert drafter.draft(seq, 99).tokens == (3,)
 
 
 def test_the_next_draft_is_as_long_as_the_last_was_right() -> None:
     drafter = NgramDrafter(7, 2, 3)
     seq = begun(drafter, [1, 2, 3, 1, 2, 3, 1, 2])
     for right, coming in ((7, 7), (3, 3), (1, 1), (1, 3), (3, 5)):
-        drafter.judge(seq, len(drafter.draft(seq, 99)), right)
-        assert len(drafter.draft(seq, 99)) == coming
+        drafter.judge(seq, len(drafter.draft(seq, 99).tokens), right)
+        assert len(drafter.draft(seq, 99).tokens) == coming
     for waits in (1, 2, 4, 8, 8):  # one that is all wrong comes later, each time
-        drafter.judge(seq, len(drafter.draft(seq, 99)), 0)
-        assert [drafter.draft(seq, 99) for _ in range(waits)] == [()] * waits
-        assert drafter.draft(seq, 99) == (3,)
+        drafter.judge(seq, len(drafter.draft(seq, 99).tokens), 0)
+        assert [drafter.draft(seq, 99).tokens for _ in range(waits)] == [()] * waits
+        assert drafter.draft(seq, 99).tokens == (3,)
     drafter.judge(seq, 1, 1)
-    assert len(drafter.draft(seq, 99)) == 3
+    assert len(drafter.draft(seq, 99).tokens) == 3
 
 
 def test_the_longest_run_says_what_follows() -> None:
     drafter = NgramDrafter(2, 1, 3)
-    assert drafter.draft(begun(drafter, [7, 1, 2, 3, 50, 60, 8, 2, 3, 51, 1, 2, 3]), 9) == (50, 60)
-    assert drafter.draft(begun(drafter, [7, 1, 2, 3, 50, 60, 8, 2, 3, 51, 9, 3]), 9) == (51, 9)
-    assert drafter.draft(begun(drafter, [7, 1, 2, 3]), 9) == ()
+    assert drafter.draft(begun(drafter, [7, 1, 2, 3, 50, 60, 8, 2, 3, 51, 1, 2, 3]), 9).tokens == (
+        50,
+        60,
+    )
+    assert drafter.draft(begun(drafter, [7, 1, 2, 3, 50, 60, 8, 2, 3, 51, 9, 3]), 9).tokens == (
+        51,
+        9,
+    )
+    assert drafter.draft(begun(drafter, [7, 1, 2, 3]), 9).tokens == ()
 
 
 def test_a_history_that_holds_one_epoch_serves_every_next_one(start: Start) -> None:
@@ -283,7 +294,7 @@ def test_the_history_counts_the_prompt_of_a_group_once() -> None:
         drafter.finish(seq)
     first = begun(drafter, list(range(100)))
     first.token_ids.append(500)
-    assert drafter.draft(first, 9) == (0, 600)
+    assert drafter.draft(first, 9).tokens == (0, 600)
 
 
 def test_texts_of_a_prompt_that_always_runs_do_not_grow_for_ever(

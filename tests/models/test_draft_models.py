@@ -1,0 +1,185 @@
+"""Drafts by a model that is updated with the policy: how many are right, and that none is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import write_tiny
+
+from rollout import RequestOutput, Rollout, SamplingParams
+from rollout.errors import ConfigError
+
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "num_threads": 1, "num_kv_blocks": 200, "block_size": 8, "max_model_len": 128,
+    "skip_tokenizer_init": True, "enable_prefix_caching": False,
+}  # fmt: skip
+HEAD = [7, 3, 11, 200, 5, 9, 42, 17] * 3
+PROMPTS = [HEAD, [*HEAD[:19], 3, 4], [90, 91] * 4]
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=2, logprobs=2, ignore_eos=True)
+SHAPED = SamplingParams(
+    max_tokens=40, temperature=0.7, top_p=0.9, top_k=50, seed=4, min_tokens=9, ignore_eos=True,
+    logit_bias={5: 2.0, 9: -3.0}, allowed_token_ids=list(range(3, 300, 2)),
+)  # fmt: skip
+DRAFTED = 31  # of 40 tokens, by drafts of 4: each step gives one more, as does the prompt's
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A policy, and what drafts for it or cannot."""
+    where = tmp_path_factory.mktemp("tiny")
+    write_tiny(where / "own", "qwen3", seed=1)
+    write_tiny(where / "new", "qwen3", seed=5)
+    write_tiny(where / "other", "llama", seed=2, num_layers=1)
+    write_tiny(where / "wide", "llama", seed=2, num_layers=1, vocab_size=352)
+    write_tiny(where / "narrow", "llama", seed=2, num_layers=1, vocab_size=288)
+    write_tiny(where / "short", "llama", seed=2, max_position_embeddings=48)
+    write_tiny(where / "states", "qwen3_next")
+    write_tiny(where / "windows", "gpt_oss")
+    return {path.name: path for path in where.iterdir()}
+
+
+def drafted_by(draft: Path, most: int = 4, **settings: Any) -> dict[str, Any]:
+    drafts = {"components": {"draft": str(draft)}, "draft_component": "draft"}
+    return {**ENGINE, **drafts, "num_speculative_tokens": most, **settings}
+
+
+def answers(outputs: list[RequestOutput]) -> list[tuple[list[int], str | None]]:
+    return [(one.token_ids, one.finish_reason) for out in outputs for one in out.outputs]
+
+
+def logprobs(outputs: list[RequestOutput]) -> np.ndarray[Any, Any]:
+    return np.array([x for out in outputs for one in out.outputs for x in one.logprobs.raw])
+
+
+def rates(engine: Rollout) -> tuple[int, int]:
+    """Drafted tokens that were right, and all of them."""
+    now = engine.metrics()
+    return now.spec_accepted_tokens_total, now.spec_draft_tokens_total
+
+
+class Wanted:
+    """What an engine without drafts says, of each prompt and setting."""
+
+    def __init__(self, model: Path) -> None:
+        with Rollout(str(model), **ENGINE) as engine:
+            self.of = {id(p): engine.generate(PROMPTS, p) for p in (GREEDY, SAMPLED, SHAPED)}
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: dict[str, Path]) -> Wanted:
+    return Wanted(tiny["own"])
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.more)])
+def itself(request: pytest.FixtureRequest, tiny: dict[str, Path]) -> Iterator[Rollout]:
+    """A policy that the same weights draft for."""
+    settings = {"tensor_parallel_size": request.param}
+    with Rollout(str(tiny["own"]), **drafted_by(tiny["own"], **settings)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SHAPED], ids=["greedy", "sampled", "shaped"])
+def test_the_policy_as_its_own_draft_is_always_right(
+    itself: Rollout, wanted: Wanted, params: SamplingParams
+) -> None:
+    """At any temperature and under any filter, as both draw by one seed and position."""
+    before, steps = rates(itself), itself.metrics().steps_total
+    found = itself.generate(PROMPTS, params)
+    right, drafted = np.subtract(rates(itself), before)
+    assert answers(found) == answers(wanted.of[id(params)])
+    assert np.abs(logprobs(found) - logprobs(wanted.of[id(params)])).max() < 1e-5
+    assert right == drafted == DRAFTED * len(answers(found))
+    assert itself.metrics().steps_total - steps <= 10
+
+
+@pytest.mark.parametrize("draft", ["other", "wide", "narrow", "short"])
+def test_another_draft_changes_no_token(tiny: dict[str, Path], wanted: Wanted, draft: str) -> None:
+    """Of vocabularies that are padded otherwise, and one that ends before the sequences do."""
+    with Rollout(str(tiny["own"]), **drafted_by(tiny[draft])) as engine:
+        for params in (GREEDY, SAMPLED, SHAPED):
+            found = engine.generate(PROMPTS, params)
+            assert answers(found) == answers(wanted.of[id(params)])
+        right, drafted = rates(engine)
+        assert right < drafted / 2
+        assert drafted > 50
+
+
+def test_drafts_and_prompts_share_small_steps(tiny: dict[str, Path], wanted: Wanted) -> None:
+    """The draft model reads a prompt over several steps, as the policy does."""
+    settings = {"max_num_batched_tokens": 16}
+    with Rollout(str(tiny["own"]), **drafted_by(tiny["own"], **settings)) as engine:
+        for prompt in range(len(PROMPTS)):
+            before = rates(engine)
+            found = engine.generate(PROMPTS[prompt : prompt + 1], SAMPLED)
+            assert answers(found) == answers(wanted.of[id(SAMPLED)][prompt : prompt + 1])
+            right, drafted = np.subtract(rates(engine), before)
+            assert right == drafted > 40
+
+
+def test_preempted_samples_are_drafted_for_again(tiny: dict[str, Path], wanted: Wanted) -> None:
+    settings = {"num_kv_blocks": 24, "enable_prefix_caching": True}
+    with Rollout(str(tiny["own"]), **drafted_by(tiny["own"], **settings)) as engine:
+        found = engine.generate(PROMPTS, SAMPLED)
+        assert engine.metrics().preemptions_total > 0
+        assert answers(found) == answers(wanted.of[id(SAMPLED)])
+        right, drafted = rates(engine)
+        assert right == drafted > 50
+
+
+def test_an_update_of_both_leaves_drafts_right(tiny: dict[str, Path], wanted: Wanted) -> None:
+    """As does a sleep; one of the policy alone leaves a draft model that says something else."""
+    own, new = str(tiny["own"]), str(tiny["new"])
+    with Rollout(new, **drafted_by(tiny["new"])) as engine:
+        engine.generate(PROMPTS, SAMPLED)
+        engine.update_weights({"policy": own, "draft": own})
+        for _ in range(2):
+            before = rates(engine)
+            assert answers(engine.generate(PROMPTS, SAMPLED)) == answers(wanted.of[id(SAMPLED)])
+            right, drafted = np.subtract(rates(engine), before)
+            assert right == drafted > 50
+            engine.sleep()
+            engine.wake_up()
+        engine.update_weights({"policy": new})
+        before = rates(engine)
+        assert answers(engine.generate(PROMPTS, SAMPLED)) != answers(wanted.of[id(SAMPLED)])
+        right, drafted = np.subtract(rates(engine), before)
+        assert right < drafted / 2
+
+
+def test_sequences_of_windows_are_drafted_for(tiny: dict[str, Path]) -> None:
+    """Its tables of blocks are several, of which some forget."""
+    with Rollout(str(tiny["windows"]), **ENGINE) as plain, Rollout(
+        str(tiny["windows"]), **drafted_by(tiny["other"])
+    ) as engine:  # fmt: skip
+        assert answers(engine.generate(PROMPTS, SAMPLED)) == answers(
+            plain.generate(PROMPTS, SAMPLED)
+        )
+        assert rates(engine)[1] > 50
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"draft_component": "drafts"}, "draft_component='drafts' is none of components .draft."),
+        ({"num_speculative_tokens": 0}, "drafts num_speculative_tokens, of 1 or more"),
+        ({"speculative_history_tokens": 9}, "leave speculative_history_tokens out"),
+        ({"components": {"draft": "states"}}, "it has recurrent states"),
+        ({"components": {"draft": "windows"}}, "differ in how far they reach back"),
+    ],
+)
+def test_what_cannot_draft_is_refused(
+    tiny: dict[str, Path], settings: dict[str, Any], told: str
+) -> None:
+    named = {
+        name: {key: str(tiny[value]) for key, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for name, values in settings.items()
+    }
+    with pytest.raises(ConfigError, match=told):
+        Rollout(str(tiny["own"]), **{**drafted_by(tiny["other"]), **named})
