@@ -345,7 +345,7 @@ class EngineConfig:
     )
     draft_component: str | None = _setting(
         None,
-        "the one of --components, a smaller whole model with the same tokenizer, that drafts these "
+        "name of the component, a smaller whole model with the same tokenizer, that drafts these "
         "tokens (default: prompt lookup)",
     )
     prompt_lookup_min: int = _setting(

@@ -11,7 +11,13 @@ import torch
 from rollout.config import EngineConfig
 from rollout.engine.tokenizer import Tokenizer
 from rollout.errors import ConfigError
-from rollout.loader import find_loader, is_remote, resolve_model, resolve_tokenizer
+from rollout.loader import (
+    find_loader,
+    is_remote,
+    resolve_component,
+    resolve_model,
+    resolve_tokenizer,
+)
 from rollout.models.config.model import ModelConfig
 from rollout.models.module_map import ModuleMap
 from rollout.models.registry import Registry
@@ -65,13 +71,16 @@ class ResolvedModel:
         directory = self.directory
         if config.tokenizer is not None or revision is not None:
             directory = resolve_tokenizer(config.tokenizer or config.model, revision, code=code)
-        return Tokenizer.load(
+        found = Tokenizer.load(
             str(directory),
             chat_template=config.chat_template,
             slow=config.tokenizer_mode == "slow",
             trust_remote_code=code,
             code_revision=config.code_revision,
         )
+        if found is not None and config.draft_component is not None:
+            _check_draft(config, config.draft_component, found)
+        return found
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """``config`` with the scheme that quantization "auto" stands for here: the files' own, or
@@ -81,6 +90,19 @@ class ResolvedModel:
             return config
         own = self.config.quantization if _holds_quantized(config, self.config) else "none"
         return replace(config, quantization=own)
+
+
+def _check_draft(config: EngineConfig, name: str, own: Tokenizer) -> None:
+    """``ConfigError`` where a draft model has a tokenizer of other tokens: it would guess wrong,
+    always, and nobody would know why.
+    """
+    directory = resolve_component(config.components[name])
+    other = Tokenizer.load(str(directory), trust_remote_code=config.trust_remote_code)
+    if other is not None and not own.shares_ids(other):
+        raise ConfigError(
+            f"draft_component={name!r} ({directory}): its tokenizer has other tokens than the "
+            "model's, so that nothing it drafts could be right; name a model of the same family"
+        )
 
 
 def _holds_quantized(config: EngineConfig, model: ModelConfig) -> bool:

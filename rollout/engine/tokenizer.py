@@ -73,6 +73,13 @@ class Tokenizer:
         _check_template(hf, template, path)
         return cls(hf, template, slow=slow)
 
+    def shares_ids(self, other: Tokenizer) -> bool:
+        """Whether most ids mean the same in both; releases of one family differ in a few."""
+        own, others = self._hf.get_vocab(), other._hf.get_vocab()
+        alike: int = sum(own.get(token) == index for token, index in others.items())
+        fewest: int = min(len(own), len(others))
+        return 10 * alike >= 9 * fewest
+
     @property
     def hugging_face(self) -> Any:
         """The tokenizer of transformers, for libraries that want that."""

@@ -26,8 +26,8 @@ def check_section(config: Any) -> None:
     mtp, qat = getattr(config, "mtp", None), getattr(config, "qat", None)
     if mtp and mtp.get("enable", False) and mtp.get("enable_rollout", False):
         raise ConfigError(
-            "rollout.mtp: this engine runs no draft head (it drafts by prompt lookup); set "
-            "actor_rollout_ref.model.mtp.enable_rollout=False"
+            "rollout.mtp: this engine runs no prediction head (it drafts by prompt lookup, or by a "
+            "smaller model); set actor_rollout_ref.model.mtp.enable_rollout=False"
         )
     if qat and qat.get("enable", False):
         raise ConfigError(

@@ -4,6 +4,7 @@ from rollout.loader.checkpoint import Checkpoint, open_checkpoint, open_location
 from rollout.loader.hub import (
     copy_side_files,
     has_tokenizer,
+    resolve_component,
     resolve_model,
     resolve_tokenizer,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "open_location",
     "portable",
     "register_loader",
+    "resolve_component",
     "resolve_model",
     "resolve_tokenizer",
     "save_shard",

@@ -70,6 +70,12 @@ def resolve_model(
     raise ConfigError(f"{model}: the hub has no weights for load_format={load_format!r}")
 
 
+def resolve_component(path: str) -> Path:
+    """What is held beside a model: a directory, with or without a config, or a hub id."""
+    directory = Path(path).expanduser()
+    return directory if directory.is_dir() else resolve_model(path)
+
+
 def resolve_tokenizer(tokenizer: str, revision: str | None = None, *, code: bool = False) -> Path:
     """The directory of a tokenizer that is named as a model is; of a hub id, without weights.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from card_engines import GREEDY, PROMPTS, SPECIAL, card_engine, greedy_tokens
 
-from rollout import Rollout
+from rollout import Rollout, SamplingParams
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.models.causal_lm import CausalLM
 
@@ -91,6 +91,18 @@ def test_drafts_change_no_token(tiny_qwen3: Path) -> None:
         first = engine.generate(PROMPTS[:2], GREEDY)
         _assert_alike(engine.generate(PROMPTS[:2], GREEDY), first, 1e-4)
         assert engine.metrics().spec_accepted_tokens_total >= len(first)
+
+
+def test_a_draft_model_changes_no_token(tiny_qwen3: Path) -> None:
+    """The policy's own weights: all that they draft is right, at any temperature."""
+    drafts = {"components": {"draft": str(tiny_qwen3)}, "draft_component": "draft"}
+    sampled = SamplingParams(max_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
+    with card_engine(tiny_qwen3, **CAPTURED) as engine:
+        wanted = engine.generate(PROMPTS[:2], sampled)
+    with card_engine(tiny_qwen3, **CAPTURED, **drafts, num_speculative_tokens=2) as engine:
+        _assert_alike(engine.generate(PROMPTS[:2], sampled), wanted, 1e-4)
+        figures = engine.metrics()
+        assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total == 8
 
 
 def test_where_prompts_cannot_be_captured_decodes_are(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,20 @@ def test_what_cannot_draft_is_refused(
     }
     with pytest.raises(ConfigError, match=told):
         Rollout(str(tiny["own"]), **{**drafted_by(tiny["other"]), **named})
+
+
+def test_a_tokenizer_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "own", "qwen3", tokenizer=True)
+    write_tiny(tmp_path / "draft", "llama", seed=2, num_layers=1, tokenizer=True)
+    settings = drafted_by(tmp_path / "draft", skip_tokenizer_init=False)
+    with Rollout(str(tmp_path / "own"), **settings) as engine:
+        engine.generate("one two", GREEDY)
+        assert rates(engine)[1] > 0
+    file = tmp_path / "draft" / "tokenizer.json"
+    told = json.loads(file.read_text())
+    vocabulary = told["model"]["vocab"]
+    names = sorted(vocabulary, key=vocabulary.get)
+    told["model"]["vocab"] = dict(zip(names, reversed(range(len(names))), strict=True))
+    file.write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match="its tokenizer has other tokens than the model's"):
+        Rollout(str(tmp_path / "own"), **settings)

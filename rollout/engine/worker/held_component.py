@@ -11,7 +11,7 @@ from typing import Self
 
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
-from rollout.loader import resolve_model
+from rollout.loader import resolve_component
 from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig
 from rollout.models.decoder.kv_groups import kv_groups
@@ -43,9 +43,7 @@ class HeldComponent:
 
         Of a model that is known here the one called ``mtp`` is the head that it comes with.
         """
-        directory = Path(path).expanduser()
-        if not directory.is_dir():
-            directory = resolve_model(path)
+        directory = resolve_component(path)
         if _is_known(directory / "config.json"):
             config = ModelConfig.from_directory(directory)
             if name == HEAD:
