@@ -93,16 +93,25 @@ def test_drafts_change_no_token(tiny_qwen3: Path) -> None:
         assert engine.metrics().spec_accepted_tokens_total >= len(first)
 
 
-def test_a_draft_model_changes_no_token(tiny_qwen3: Path) -> None:
-    """The policy's own weights: all that they draft is right, at any temperature."""
+def test_a_draft_model_changes_no_token(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy's own weights: all that they draft is right, at any temperature, also after an
+    update of both, and each forward pass is a graph's.
+    """
     drafts = {"components": {"draft": str(tiny_qwen3)}, "draft_component": "draft"}
     sampled = SamplingParams(max_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
     with card_engine(tiny_qwen3, **CAPTURED) as engine:
         wanted = engine.generate(PROMPTS[:2], sampled)
+    forward, passes = CausalLM.forward, list[int]()
     with card_engine(tiny_qwen3, **CAPTURED, **drafts, num_speculative_tokens=2) as engine:
-        _assert_alike(engine.generate(PROMPTS[:2], sampled), wanted, 1e-4)
-        figures = engine.metrics()
-        assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total == 8
+        monkeypatch.setattr(CausalLM, "forward", lambda *args: passes.append(1) or forward(*args))
+        for updates in range(2):
+            _assert_alike(engine.generate(PROMPTS[:2], sampled), wanted, 1e-4)
+            figures = engine.metrics()
+            assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total
+            assert figures.spec_draft_tokens_total == 8 * (1 + updates)
+            both = {"policy": str(tiny_qwen3), "draft": str(tiny_qwen3)}
+            engine.update_weights(both)
+    assert not passes
 
 
 def test_where_prompts_cannot_be_captured_decodes_are(

@@ -58,7 +58,8 @@ class DraftBatch:
         counts = np.array([len(entry.drafts) for entry in chosen], np.int64)
         lengths = [len(context) for context in contexts]
         positions = np.array([*chain.from_iterable(contexts)], np.int64)
-        own = tables[order]
+        ends = [c.stop + len(e.drafts) for c, e in zip(contexts, chosen, strict=True)]
+        own = tables[order, : -(-max(ends) // block_size)]
         pages = own[np.repeat(np.arange(len(order)), lengths), positions // block_size]
         arrays = {
             "input_ids": np.array([*chain.from_iterable(tokens)], np.int64),
@@ -123,5 +124,5 @@ class DraftBatch:
         """The step's input ids with the drafts in their places."""
         filled = input_ids.clone()
         for step, tokens in enumerate(drawn):
-            filled[self.places[: len(tokens)] + step] = tokens
+            filled[self.places[: len(tokens)] + step] = tokens.cpu()
         return filled

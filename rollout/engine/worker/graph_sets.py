@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,15 +35,20 @@ log = logging.getLogger(__name__)
 
 class GraphSets:
     """A set over each of the two instances, or over the live one alone where the shadow lies
-    elsewhere; ``model`` is one of them. They share inputs and memory. Who frees what they hold
-    addresses of forgets them, and captures anew. ``draws``: the sampler, too.
+    elsewhere; ``model`` is one of them, ``part`` what of it runs. They share inputs and memory. Who
+    frees what they hold addresses of forgets them, and captures anew. ``draws``: the sampler, too.
     """
 
     def __init__(
-        self, config: EngineConfig, model: Model, device: torch.device, draws: bool
+        self,
+        config: EngineConfig,
+        model: Model,
+        device: torch.device,
+        draws: bool,
+        part: Callable[[Model], Model] = attrgetter("policy"),
     ) -> None:
-        self._config, self._device, self._draws = config, device, draws
-        own, arch = model.policy, model.config
+        self._config, self._device, self._draws, self._part = config, device, draws, part
+        own, arch = part(model), part(model).config
         # Neither states nor experts of codes, nor attention without a kernel, whose numbers the
         # host reads, fit into a graph.
         counts = arch.moe is not None and config.quantization != "none"
@@ -98,7 +105,7 @@ class GraphSets:
         """Of a batch (CPU) in which some sequence has more than one token, as those of
         ``CausalLM``; None: run it without.
         """
-        graphs, own = self._prefill.get(model), model.policy
+        graphs, own = self._prefill.get(model), self._part(model)
         if graphs is None or len(batch.input_ids) == len(batch.context_lens):
             return None
         states = graphs.run(batch)
@@ -126,12 +133,13 @@ class GraphSets:
 
     def _capture_over(self, model: Model, kv: KVCache) -> None:
         pages, experts, block = kv.layers, kv.experts, self._config.block_size
-        longest, groups = model.max_len, kv.shape.groups
+        own, groups = self._part(model), kv.shape.groups
+        longest = own.max_len
         if not groups or not groups[-1].forgets:  # else there are more positions than places
             longest = min(longest, kv.num_blocks * block)
         max_blocks = -(-longest // block)
         graphs = DecodeGraphs(
-            lambda batch: model(replace(batch, expert_pages=experts), pages),
+            lambda batch: own(replace(batch, expert_pages=experts), pages),
             self._sizes,
             max_blocks,
             self._device,
@@ -149,7 +157,7 @@ class GraphSets:
     def _capture_prompts(
         self, model: Model, kv: KVCache, max_blocks: int, pool: CapturePool
     ) -> None:
-        pages, experts, own = kv.layers, kv.experts, model.policy
+        pages, experts, own = kv.layers, kv.experts, self._part(model)
         assert isinstance(own, CausalLM)
         beside = next(iter(self._prefill.values()), None)
         if beside is None:

@@ -97,25 +97,33 @@ class ModelRunner:
         fused = tp.rank == 0 and isinstance(self.sampler, FusedSampler)
         draws = fused and config.cuda_graphs != "forward"
         self._graphs = GraphSets(config, live, self.device, draws)
+        self._draft = self._make_draft(live, draws)
         self.instances = ModelInstances(
             live,
             self._build,
             shadow,
             config.undo,
-            pinned=self._graphs.wanted,
-            may_flip=lambda shadow: shadow in self._graphs,
-            forget=self._graphs.forget,
+            pinned=any(graphs.wanted for graphs in self._all_graphs),
+            may_flip=lambda shadow: all(shadow in g for g in self._all_graphs if g.wanted),
+            forget=self._forget_graphs,
         )
         self.sparse_layers = live.sparse_layers
         kept = 0 if tp.rank else sum(self.sparse_layers)
         shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype, kept)
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
-        self._draft = self._make_draft()
         pages = None if self._draft is None else self._draft.kv
         self.kv = KVCache(shape, self.device, self.states, pages)
         self._images = EncodedImages()
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
+
+    @property
+    def _all_graphs(self) -> list[GraphSets]:
+        return [self._graphs, *([] if self._draft is None else [self._draft.graphs])]
+
+    def _forget_graphs(self, shadow: Model) -> None:
+        for graphs in self._all_graphs:
+            graphs.forget(shadow)
 
     def sizes(self) -> dict[str, Any]:
         """What the engine plans its memory with, in bytes."""
@@ -125,7 +133,7 @@ class ModelRunner:
             "kv_block_bytes": self.kv.block_bytes,
             "draft_longest": self._draft_longest,
             "kv_groups": self.kv.shape.told_groups,
-            "graph_bytes": self._graphs.nbytes(),
+            "graph_bytes": sum(graphs.nbytes() for graphs in self._all_graphs),
             "adapter_bytes": 0 if self.adapters is None else self.adapters.nbytes,
             "state_slot_bytes": self.states.shape.slot_bytes,
             "free_bytes": available_bytes(self.device),
@@ -187,20 +195,26 @@ class ModelRunner:
     ) -> tuple[ForwardBatch, Tensor]:
         """``batch`` with what the draft model puts in place of -1, and that alone. Collective."""
         assert self._draft is not None
-        assert isinstance(model, ComponentModels)
-        assert self.config.draft_component is not None
-        drafting = model.component(self.config.draft_component)
-        filled = self._draft.complete(drafting, self.sampler, drafts, batch, sampling)
+        filled = self._draft.complete(model, self.sampler, drafts, batch, sampling)
         return filled, filled.input_ids[batch.input_ids < 0]
 
-    def _make_draft(self) -> DraftRunner | None:
-        if self.config.draft_component is None:
+    def _make_draft(self, live: Model, draws: bool) -> DraftRunner | None:
+        name, config = self.config.draft_component, self.config
+        if name is None:
             return None
-        model = self._components[self.config.draft_component].config
-        assert model is not None
-        shape = KVShape.of(model, self.tp.size, self.config.block_size, self.dtype)
+
+        def part(instance: Model) -> Model:
+            assert isinstance(instance, ComponentModels)
+            return instance.component(name)
+
+        shape = KVShape.of(part(live).config, self.tp.size, config.block_size, self.dtype)
+        most = min(config.max_drafting(self.device.type), config.max_num_seqs)
+        prompts = min(config.cuda_graph_prefill, most * (config.num_speculative_tokens + 1))
+        few = replace(config, max_num_seqs=most, cuda_graph_sizes=(), cuda_graph_prefill=prompts)
         return DraftRunner(
+            part,
             KVCache(shape, self.device),
+            GraphSets(few, live, self.device, draws, part),
             self.model_config.vocab_size,
             is_first=self.tp.rank == 0,
             to_device=self._moved,
@@ -294,10 +308,13 @@ class ModelRunner:
         KV pages have to be there. In lockstep.
         """
         self._graphs.capture(self.instances, self.kv)
+        if self._draft is not None:
+            self._draft.graphs.capture(self.instances, self._draft.kv)
 
     def sleep(self, level: int) -> None:
         """Give up the KV pages and the shadow; at level 2 the weights as well."""
-        self._graphs.forget_all()
+        for graphs in self._all_graphs:
+            graphs.forget_all()
         self.kv.free()
         self._images.clear()
         self.instances.drop_shadow()
