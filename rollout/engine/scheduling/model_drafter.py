@@ -29,7 +29,8 @@ class ModelDrafter:
 
     def draft(self, seq: Sequence, room: int) -> Draft:
         pace, known = seq.drafting, seq.num_tokens
-        if pace is None or pace.rests():
+        forgotten = bool(seq.gone) and seq.gone[-1] > 0  # the policy reads no more of the beginning
+        if pace is None or forgotten or pace.rests():
             return Draft()
         count = min(pace.length, seq.max_len - known - 1, self._longest - known)
         behind = known - seq.num_drafted

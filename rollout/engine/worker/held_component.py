@@ -14,7 +14,6 @@ from rollout.errors import ConfigError
 from rollout.loader import resolve_component
 from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig
-from rollout.models.decoder.kv_groups import kv_groups
 from rollout.models.held_tensors import HeldTensors
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
@@ -82,8 +81,6 @@ class HeldComponent:
             fault = f"{config.architecture} is no language model that rollout runs itself"
         elif config.recurrent_layers:
             fault = "it has recurrent states, which cannot go back behind a draft that was wrong"
-        elif len(kv_groups(config)) > 1:
-            fault = "its layers differ in how far they reach back (sliding windows beside others)"
         if config is None or fault:
             raise ConfigError(
                 f"draft_component={name!r} ({self.directory}): {fault}; name another, or leave it "

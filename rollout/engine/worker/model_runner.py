@@ -208,6 +208,7 @@ class ModelRunner:
             return instance.component(name)
 
         shape = KVShape.of(part(live).config, self.tp.size, config.block_size, self.dtype)
+        shape = replace(shape, groups=())  # one block table, of the policy's, is for all its layers
         most = min(config.max_drafting(self.device.type), config.max_num_seqs)
         prompts = min(config.cuda_graph_prefill, most * (config.num_speculative_tokens + 1))
         few = replace(config, max_num_seqs=most, cuda_graph_sizes=(), cuda_graph_prefill=prompts)
