@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import async_grpo
+import grpo_draft
 import pytest
 import torch
 from addition_task import make_model, save_checkpoint, warm_up
@@ -177,6 +178,22 @@ def test_asynchronous_steps_know_which_tokens_are_older(half_right: Path, tmp_pa
 
 
 @pytest.mark.more
+def test_a_policy_learns_the_same_whoever_drafts(half_right: Path, tmp_path: Path) -> None:
+    """A copy of this policy, which has one layer, is right until the policy moves."""
+    start = ("--start", str(half_right), "--draft-calls", "0")
+    runs = [
+        run("grpo_draft.py", *SMALL, *start, *flags, "--output", str(tmp_path / name))
+        for name, flags in (("learns", ()), ("frozen", ("--frozen-draft",)))
+    ]
+    for summary, name in zip(runs, ("learns", "frozen"), strict=True):
+        assert (summary["version_first"], summary["version_last"]) == (1, 3)
+        assert summary["right_first"] == 1.0
+        assert summary["right_last"] > 0.1
+        check_learnt(half_right, tmp_path / name / "checkpoint", summary)
+    assert runs[0]["reward_last"] == runs[1]["reward_last"]
+
+
+@pytest.mark.more
 def test_written_checkpoints_become_versions(tmp_path: Path) -> None:
     small = ("--checkpoints", "2", "--every", "1", "--layers", "1", "--no-goals")
     small += ("--replicas", "2")
@@ -209,6 +226,7 @@ def test_one_sample_of_a_prompt_is_refused_before_anything_is_trained(
         (("--replicas", "2"), lambda: drive(Path("grpo.py"), "", service=False)),
         (("--ranks", "2"), async_grpo.main),
         (("--deterministic",), async_grpo.main),
+        (("--deterministic",), grpo_draft.main),
     ],
 )
 def test_a_flag_that_an_example_has_no_use_for_is_refused(
