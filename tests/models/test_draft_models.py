@@ -98,6 +98,21 @@ def test_the_policy_as_its_own_draft_is_always_right(
     assert itself.metrics().steps_total - steps <= 10
 
 
+def test_samples_of_different_settings_are_drafted_for_in_one_step(
+    itself: Rollout, wanted: Wanted
+) -> None:
+    """Of which some change the logits and some do not, or only up to a draft's second token."""
+    before, settings = rates(itself), [GREEDY, SHAPED, SAMPLED]
+    found = itself.generate(PROMPTS, settings)
+    assert answers(found) == [
+        one for i, p in enumerate(settings) for one in answers(wanted.of[id(p)][i : i + 1])
+    ]
+    right, drafted = np.subtract(rates(itself), before)
+    assert right == drafted == DRAFTED * 4
+    first = SamplingParams(max_tokens=40, seed=1, min_tokens=9, stop_token_ids=[1])
+    assert len(itself.generate(HEAD, first)[0].outputs[0].token_ids) >= 9
+
+
 @pytest.mark.parametrize("draft", ["other", "wide", "narrow", "short"])
 def test_another_draft_changes_no_token(tiny: dict[str, Path], wanted: Wanted, draft: str) -> None:
     """Of vocabularies that are padded otherwise, and one that ends before the sequences do."""

@@ -205,6 +205,7 @@ class SamplingMetadata:
                 "seeds": self.seeds[rows],
                 "counters": self.counters[rows],
                 "num_top": np.full(len(rows), -1),
+                "history_starts": np.zeros(1, np.int64),
                 "edit_rows": edit_rows,
                 "edit_ids": self.edit_ids[edits],
                 "edit_values": self.edit_values[edits],
