@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -16,13 +17,16 @@ from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, siz
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
-from rollout.engine.worker.kv_cache import KVShape
+from rollout.engine.worker.held_component import HeldComponent
+from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.state_cache import StateShape
 from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.native import library, native_status
 from rollout.loader import open_location
 from rollout.models.build import build_model, build_tables, slots_beside
 from rollout.models.config.model import ModelConfig
+from rollout.models.layers.base import Build
+from rollout.models.model import Model
 from rollout.models.transformers_backend.ranks import OverRanks
 from rollout.models.weight_io.table import WeightTable, check_tables
 from rollout.weights import Box, TensorMeta
@@ -33,7 +37,9 @@ from rollout.wire.frames import dtype_name
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
     """What a model is on any machine; sizes are bytes of one rank (the largest), ``rank_bytes`` of
-    each. ``held``: how linears are; ``positions``: where they are not transformers', else empty."""
+    each, components included. ``held``: how linears are; ``components``: what is beside the model;
+    ``positions``: where they are not transformers', else empty.
+    """
 
     architecture: str
     served: str
@@ -44,6 +50,7 @@ class Examined:
     kv_bytes_per_token: int
     files: str
     held: str
+    components: tuple[str, ...]
     tokenizer: str
     positions: str
     rank_bytes: tuple[int, ...]
@@ -71,6 +78,7 @@ class Examined:
             f"ranks          {self.ranks}, {self.dtype}; every rank's weight table is whole",
             f"weights        {self.held}; "
             + ", ".join(f"rank {n}: {mib(size)}" for n, size in enumerate(self.rank_bytes)),
+            *(f"component      {component}" for component in self.components),
             f"checkpoint     {self.num_tensors} tensors, {self.files}",
             f"tokenizer      {self.tokenizer}",
             *([f"positions      {self.positions}"] if self.positions else []),
@@ -114,8 +122,9 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     dtype = found.dtype_of(config)
     check_dtype(device, dtype)
     tables = _tables(config, found, dtype)
-    kv = KVShape.of(model, ranks, config.block_size, dtype, _sparse_layers(model))
-    examined = _examined(config, found, dtype, tables, kv)
+    beside = {name: _Beside.of(config, found, dtype, name) for name in config.components}
+    kv = _pages(config, model, dtype, beside)
+    examined = _examined(config, found, dtype, tables, kv, beside)
     told(examined)
     weight_bytes = max(examined.rank_bytes)
     free = available_bytes(device)
@@ -158,9 +167,11 @@ def _examined(
     found: ResolvedModel,
     dtype: torch.dtype,
     tables: Sequence[WeightTable],
-    kv: KVShape,
+    kv: KVCache,
+    beside: Mapping[str, _Beside],
 ) -> Examined:
     model, dummy = found.config, config.load_format == "dummy"
+    more = [sum(each) for each in zip(*(one.rank_bytes for one in beside.values()), strict=True)]
     return Examined(
         architecture=model.architecture,
         served=_served(model),
@@ -169,13 +180,81 @@ def _examined(
         tables=tuple(tables),
         num_tensors=len(tables[0].slots),
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
-        rank_bytes=tuple(_rank_bytes(table, dtype) for table in tables),
+        rank_bytes=tuple(
+            _rank_bytes(table, dtype) + others
+            for table, others in zip(tables, more or [0] * len(tables), strict=True)
+        ),
+        components=tuple(f"{name}: {one.told}" for name, one in beside.items()),
         held=_held(config, found, dtype_name(dtype)),
         tokenizer=_tokenizer(found.load_tokenizer(config)),
         kv_bytes_per_token=kv.token_bytes,
         positions=_positions(model, config.max_model_len or model.max_position_embeddings),
         files="made up" if dummy else "names and shapes as the tables want them",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beside:
+    """A component: where its files are, and its model on each rank, on ``meta``."""
+
+    directory: Path
+    config: ModelConfig | None
+    models: tuple[Model, ...]
+    longest: int | None  # that it drafts for; None: it is held alone
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, found: ResolvedModel, dtype: torch.dtype, name: str
+    ) -> _Beside:
+        ranks, models = config.tensor_parallel_size, []
+        longest = None
+        for rank in range(ranks):
+            tp = TensorParallel(rank, ranks)
+            held = HeldComponent.at(name, config.components[name], tp, config.expert_parallel)
+            if name == config.draft_component:
+                most = config.max_model_len or found.config.max_position_embeddings
+                longest = held.longest(name, most)
+            build = Build(
+                config=found.config,
+                tp=tp,
+                dtype=dtype,
+                device=torch.device("meta"),
+                expert_parallel=config.expert_parallel,
+            )
+            models.append(held.build(build, longest))
+        if held.config is not None and config.load_format != "dummy":
+            _check_files(config, held.directory, models[0].table)
+        return cls(
+            directory=held.directory, config=held.config, models=tuple(models), longest=longest
+        )
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        return tuple(
+            sum(p.numel() * p.element_size() for p in model.parameters()) for model in self.models
+        )
+
+    @property
+    def told(self) -> str:
+        table = self.models[0].table
+        count = sum(prod(table.shape_of(name)) for name in table.slots)
+        what = "tensors" if self.config is None else self.config.architecture
+        use = "held" if self.longest is None else f"drafts for up to {self.longest} tokens"
+        return f"{what}, {count / 1e6:.1f} M parameters, {use}"
+
+
+def _pages(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, beside: Mapping[str, _Beside]
+) -> KVCache:
+    """Without its memory."""
+    ranks, block_size = config.tensor_parallel_size, config.block_size
+    draft, device = None, torch.device("meta")
+    if config.draft_component is not None:
+        drafting = beside[config.draft_component].config
+        assert drafting is not None
+        draft = KVCache(KVShape.of_draft(drafting, ranks, block_size, dtype), device)
+    shape = KVShape.of(model, ranks, block_size, dtype, _sparse_layers(model))
+    return KVCache(shape, device, draft=draft)
 
 
 def _tokenizer(found: Tokenizer | None) -> str:
@@ -226,7 +305,7 @@ def _tables(
     )
     check_tables(tables)
     if config.load_format != "dummy":
-        _check_files(config, found, tables[0])
+        _check_files(config, found.location, tables[0])
     return tables
 
 
@@ -301,9 +380,9 @@ def _headers(config: EngineConfig, found: ResolvedModel) -> tuple[TensorMeta, ..
         return checkpoint.metadata()
 
 
-def _check_files(config: EngineConfig, found: ResolvedModel, table: WeightTable) -> None:
+def _check_files(config: EngineConfig, location: str | Path, table: WeightTable) -> None:
     """The files' tensors against the table: all mistakes in one error."""
-    with open_location(found.location, config.load_format) as checkpoint:
+    with open_location(str(location), config.load_format) as checkpoint:
         held = {
             name: shape
             for sent, value in checkpoint.items()
@@ -321,7 +400,7 @@ def _check_files(config: EngineConfig, found: ResolvedModel, table: WeightTable)
         if tuple(held[name]) != tuple(table.shape_of(name)):
             problems.append(f"{name} is {list(held[name])}, not {list(table.shape_of(name))}")
     if problems:
-        what = f"the files of {config.model} do not fit: {some(problems, between='; ')}"
+        what = f"the files of {location} do not fit: {some(problems, between='; ')}"
         raise WeightMismatch(what, problems=problems)
 
 

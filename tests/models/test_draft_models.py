@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from tiny_models import write_tiny
 
-from rollout import RequestOutput, Rollout, SamplingParams
-from rollout.errors import ConfigError
+from rollout import EngineConfig, RequestOutput, Rollout, SamplingParams
+from rollout.errors import ConfigError, WeightMismatch
+from rollout.server.preflight import Preflight, check
 
 ENGINE: dict[str, Any] = {
     "device": "cpu", "num_threads": 1, "num_kv_blocks": 200, "block_size": 8, "max_model_len": 128,
@@ -41,6 +42,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_tiny(where / "short", "llama", seed=2, max_position_embeddings=48)
     write_tiny(where / "states", "qwen3_next")
     write_tiny(where / "windows", "gpt_oss")
+    write_tiny(where / "sliding", "mistral", num_layers=3, sliding_window=16)
+    write_tiny(where / "torn", "llama", num_layers=1)
+    config = json.loads((where / "torn" / "config.json").read_text())
+    (where / "torn" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     return {path.name: path for path in where.iterdir()}
 
 
@@ -177,6 +182,33 @@ def test_sequences_of_windows_are_drafted_for(tiny: dict[str, Path]) -> None:
             right, drafted = rates(engine)
             assert drafted > 50
             assert (right == drafted) == (draft == "windows")
+
+
+def test_what_windows_forget_is_kept_for_the_draft_model(tiny: dict[str, Path]) -> None:
+    """It reads a sequence from its first token, also where it begins late."""
+    lengths = [SamplingParams(max_tokens=n, seed=3, ignore_eos=True) for n in (90, 60, 55)]
+    settings = {"speculative_max_num_seqs": 1}
+    with Rollout(str(tiny["sliding"]), **drafted_by(tiny["sliding"], **settings)) as engine:
+        engine.generate(PROMPTS, lengths)
+        right, drafted = rates(engine)
+        assert right == drafted > 20
+
+
+def test_a_check_counts_both_models(tiny: dict[str, Path]) -> None:
+    def checked(name: str, **more: Any) -> Preflight:
+        settings = {**ENGINE, **more, "kv_cache_bytes": 1 << 20, "num_kv_blocks": None}
+        return check(EngineConfig(model=str(tiny[name]), **settings))
+
+    drafts = drafted_by(tiny["other"])
+    own, other, both = checked("own"), checked("other"), checked("own", **drafts)
+    assert both.memory.weights == own.memory.weights + other.memory.weights
+    assert both.kv_bytes_per_token == own.kv_bytes_per_token + other.kv_bytes_per_token
+    assert both.size.num_blocks < own.size.num_blocks
+    assert any("draft: LlamaForCausalLM" in line for line in both.lines())
+    with pytest.raises(ConfigError, match="differ in how far they reach back"):
+        checked("own", **drafted_by(tiny["windows"]))
+    with pytest.raises(WeightMismatch, match="missing"):
+        checked("own", components={"draft": str(tiny["torn"])})
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,7 @@ class ModelDrafter:
 
     def draft(self, seq: Sequence, room: int) -> Draft:
         pace, known = seq.drafting, seq.num_tokens
-        forgotten = bool(seq.gone) and seq.gone[-1] > 0  # the policy reads no more of the beginning
-        if pace is None or forgotten or pace.rests():
+        if pace is None or pace.rests():
             return Draft()
         count = min(pace.length, seq.max_len - known - 1, self._longest - known)
         behind = known - seq.num_drafted

@@ -65,6 +65,11 @@ class KVShape:
             groups=kv_groups(model),
         )  # fmt: skip
 
+    @classmethod
+    def of_draft(cls, model: ModelConfig, ranks: int, block_size: int, dtype: torch.dtype) -> Self:
+        """Of a draft model: one block table, of the policy's, is for all its layers."""
+        return replace(cls.of(model, ranks, block_size, dtype), groups=())
+
     @property
     def page_layers(self) -> int:
         """How many layers have their keys and values in one block."""
@@ -81,11 +86,6 @@ class KVShape:
         kept = self.experts[0] * self.experts[1] * self.expert_dtype.itemsize
         keys = len(self.indexed) * self.index_dim * self.dtype.itemsize
         return self.page_layers * self._layer_bytes + self.block_size * (keys + kept)
-
-    @property
-    def token_bytes(self) -> int:
-        """Of one token in all groups, which it takes until it is out of a window."""
-        return max(len(self.groups), 1) * self.block_bytes // self.block_size
 
     @property
     def told_groups(self) -> list[list[int]]:
@@ -128,6 +128,21 @@ class KVCache:
     def block_bytes(self) -> int:
         """Of one block, a draft model's included."""
         return self.shape.block_bytes + (0 if self.draft is None else self.draft.block_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in all groups, which it takes until it is out of a window."""
+        return max(len(self.shape.groups), 1) * self.block_bytes // self.shape.block_size
+
+    @property
+    def told_groups(self) -> list[list[int]]:
+        """As ``groups_told`` takes them. A draft model goes by the last group's table, and reads a
+        sequence from its first token on: that group keeps every position for it.
+        """
+        told = self.shape.told_groups
+        if self.draft is not None:
+            told[-1][1:] = 0, 0
+        return told
 
     def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """Take ``num_blocks`` blocks, and as many slots of states, in place of any there were."""

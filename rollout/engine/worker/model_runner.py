@@ -132,7 +132,7 @@ class ModelRunner:
             "pending_bytes": self.table.pending * self.dtype.itemsize,
             "kv_block_bytes": self.kv.block_bytes,
             "draft_longest": self._draft_longest,
-            "kv_groups": self.kv.shape.told_groups,
+            "kv_groups": self.kv.told_groups,
             "graph_bytes": sum(graphs.nbytes() for graphs in self._all_graphs),
             "adapter_bytes": 0 if self.adapters is None else self.adapters.nbytes,
             "state_slot_bytes": self.states.shape.slot_bytes,
@@ -207,8 +207,7 @@ class ModelRunner:
             assert isinstance(instance, ComponentModels)
             return instance.component(name)
 
-        shape = KVShape.of(part(live).config, self.tp.size, config.block_size, self.dtype)
-        shape = replace(shape, groups=())  # one block table, of the policy's, is for all its layers
+        shape = KVShape.of_draft(part(live).config, self.tp.size, config.block_size, self.dtype)
         most = min(config.max_drafting(self.device.type), config.max_num_seqs)
         prompts = min(config.cuda_graph_prefill, most * (config.num_speculative_tokens + 1))
         few = replace(config, max_num_seqs=most, cuda_graph_sizes=(), cuda_graph_prefill=prompts)
