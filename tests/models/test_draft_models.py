@@ -205,8 +205,8 @@ def test_a_check_counts_both_models(tiny: dict[str, Path]) -> None:
     assert both.kv_bytes_per_token == own.kv_bytes_per_token + other.kv_bytes_per_token
     assert both.size.num_blocks < own.size.num_blocks
     assert any("draft: LlamaForCausalLM" in line for line in both.lines())
-    with pytest.raises(ConfigError, match="differ in how far they reach back"):
-        checked("own", **drafted_by(tiny["windows"]))
+    with pytest.raises(ConfigError, match="it has recurrent states"):
+        checked("own", **drafted_by(tiny["states"]))
     with pytest.raises(WeightMismatch, match="missing"):
         checked("own", components={"draft": str(tiny["torn"])})
 
