@@ -448,6 +448,21 @@ def test_a_version_above_the_fleets_is_told_with_both_causes_and_remedies() -> N
     assert "a new or an older one (start it with that of the fleet)" in why
 
 
+def test_a_new_fleet_looks_at_its_members_again_at_once() -> None:
+    """They wait for no tick once it is written what they are compared with."""
+    fleet = Coordinator(Promise(fence=1, epoch=9, version=0, digest=0), quorum=2, lease=LEASE, now=0.0)
+    for name in "ab":
+        stand(fleet, name, fleet.add(name, 0.0), 0.0, version=0)
+    [write] = fleet.checked("a", 0, 77, 0.1)
+    assert fleet.checked("b", 0, 77, 0.1) == []
+    again = fleet.written(write.promise, 0.2)
+    assert [action.member for action in again] == ["a", "b"]
+    for ask in again:
+        assert stand(fleet, ask.member, [ask], 0.2, version=0) == [Check(ask.member)]
+        fleet.checked(ask.member, 0, 77, 0.2)
+    assert fleet.serving == ["a", "b"]
+
+
 def test_no_epoch_is_founded_with_an_engine_of_another_kind() -> None:
     fleet = serving("a")
     stand(fleet, "c", fleet.add("c", 0.0), 0.0, version=6)

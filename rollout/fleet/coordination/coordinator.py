@@ -373,7 +373,9 @@ class Coordinator:
             self._founding = None
             for member in self.members.values():
                 member.holds = False
-            return []
+            # Who was looked at before this was written is so again, at once.
+            there = (m for m in self.members.values() if m.standing and not (m.busy or m.gone))
+            return [self._ask(member, now) for member in there]
         update = self.update
         assert update is not None, "nothing was to be written"
         update.phase, update.written = Phase.COMMITTING, now
