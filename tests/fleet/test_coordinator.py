@@ -450,7 +450,9 @@ def test_a_version_above_the_fleets_is_told_with_both_causes_and_remedies() -> N
 
 def test_a_new_fleet_looks_at_its_members_again_at_once() -> None:
     """They wait for no tick once it is written what they are compared with."""
-    fleet = Coordinator(Promise(fence=1, epoch=9, version=0, digest=0), quorum=2, lease=LEASE, now=0.0)
+    fleet = Coordinator(
+        Promise(fence=1, epoch=9, version=0, digest=0), quorum=2, lease=LEASE, now=0.0
+    )
     for name in "ab":
         stand(fleet, name, fleet.add(name, 0.0), 0.0, version=0)
     [write] = fleet.checked("a", 0, 77, 0.1)
