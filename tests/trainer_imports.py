@@ -1,5 +1,7 @@
 """What the scripts of trainers import, and nothing that starts a thread: they are forked later."""
 
+import gc
+
 import safetensors.torch  # noqa: F401
 import torch
 import torch.distributed.fsdp
@@ -14,3 +16,4 @@ import rollout.testing.faults
 import rollout.weight_sync.trainer.publisher  # noqa: F401
 
 torch.set_num_threads(1)
+gc.freeze()  # all of it stays: a search for garbage of each child would copy its pages
