@@ -16,8 +16,8 @@ from engine_core.harness import PROMPT
 from tiny_models import make_tokenizer
 
 from rollout.engine.sequences.sequence import Sequence
-from rollout.engine.structured import __main__ as child
 from rollout.engine.structured import compile_queue
+from rollout.engine.structured import grammar_process as child
 from rollout.engine.structured import process as process_file
 from rollout.engine.structured.follow_queue import FollowQueue
 from rollout.engine.structured.grammars import Grammars
