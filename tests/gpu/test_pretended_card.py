@@ -176,9 +176,11 @@ MISTAKES = {
 
 # One process imports everything and is forked for each mistake.
 EACH = """
-import json, os, sys, traceback
-import torch
+import gc, json, os, sys, traceback
+import torch, triton
+import tiny_models, rollout.kernels, rollout.server.preflight, rollout.weights.quantization
 
+gc.freeze()
 for number, code in enumerate(json.loads(sys.argv[1])):
     pid = os.fork()
     if pid == 0:
