@@ -72,9 +72,21 @@ _LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: index for index, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Behind the longest the files of each folder are spread over the run: those of fleets mostly
+    wait, and cores that run nothing else meanwhile would be idle.
+    """
+    if not hasattr(config, "workerinput"):  # one process, whose files may share engines
+        return
+    folders: dict[Path, list[Path]] = {}
+    for path in dict.fromkeys(item.path for item in items):
+        folders.setdefault(path.parent, []).append(path)
+    place = {}
+    for files in folders.values():
+        for index, path in enumerate(files):
+            longest = _LONGEST.index(path.name) if path.name in _LONGEST else len(_LONGEST)
+            place[path] = (longest, (index + 0.5) / len(files))
+    items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish() -> None:
