@@ -89,7 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: place[item.path])
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """What is imported by now stays: searches for garbage, a tenth of all time, pass it over."""
     gc.freeze()
     gc.enable()
