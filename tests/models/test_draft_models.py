@@ -172,6 +172,15 @@ def test_an_update_of_both_leaves_drafts_right(tiny: dict[str, Path], wanted: Wa
         assert right < drafted / 2
 
 
+def test_a_saved_engine_starts_with_its_draft(tiny: dict[str, Path], tmp_path: Path) -> None:
+    with Rollout(str(tiny["own"]), **drafted_by(tiny["other"])) as engine:
+        found, before = engine.generate(PROMPTS, SAMPLED), rates(engine)
+        engine.save_sharded_state(tmp_path)
+    with Rollout(str(tmp_path), **drafted_by(tmp_path / "draft")) as engine:
+        assert answers(engine.generate(PROMPTS, SAMPLED)) == answers(found)
+        assert rates(engine) == before
+
+
 def test_sequences_of_windows_are_drafted_for(tiny: dict[str, Path]) -> None:
     """Their tables of blocks are several, of which some forget; a draft model has one."""
     with Rollout(str(tiny["windows"]), **ENGINE) as plain:
