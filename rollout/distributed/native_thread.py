@@ -58,8 +58,8 @@ class NativeThread(threading.Thread):
             atexit.unregister(self._end)
 
     def _end(self) -> None:
-        if self.ident is None:
-            return  # Ctrl-C came before it had begun
+        if not self.is_alive():
+            return  # it begins only now, or Ctrl-C came before it had begun
         if os.getpid() != self._process:
             return  # a forked process ends: the thread, and what it works on, are its parent's
         stop = self._stop_work

@@ -57,6 +57,13 @@ except KeyboardInterrupt:
     inside.set()
 setattr(threading, name, begin)
 """
+BEGINNING = """
+import atexit
+thread = native_thread.NativeThread("begins", stuck)
+thread._ident = 1  # the first that the new thread itself does
+atexit.register(thread._end)
+inside.set()
+"""
 
 
 def run(start: str) -> subprocess.CompletedProcess[str]:
@@ -82,4 +89,9 @@ def test_a_main_thread_that_c_plus_plus_ends_does_not_wait_for_ever() -> None:
 
 def test_one_that_ctrl_c_kept_from_beginning_is_not_waited_for() -> None:
     done = run(INTERRUPTED)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_one_that_begins_as_the_program_ends_is_not_waited_for() -> None:
+    done = run(BEGINNING)
     assert (done.returncode, done.stderr) == (0, "")
