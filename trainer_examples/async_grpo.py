@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,12 +29,19 @@ from typing import Any
 from addition_task import PAD, save_checkpoint
 from answering import evaluate
 from display import Display
-from driver import judged, make_output, missed_goals, parse_arguments, prepare
-from grpo import Batch, Sample, clipped_loss, make_batch, scheduled_lr, token_logprobs
-from processes import DemoError, end_in_order, rollout_service
+from driver import drive_alone, parse_arguments, prepare
+from grpo import (
+    Batch,
+    Sample,
+    clipped_loss,
+    descend,
+    make_batch,
+    scheduled_lr,
+    token_logprobs,
+)
+from processes import rollout_service
 from sampler import Sampler
 from torch import Tensor, float32, full, no_grad, ones, set_num_threads, tensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import Qwen3ForCausalLM
 
@@ -83,7 +89,9 @@ class AsyncTrainer:
             group["lr"] = scheduled_lr(self._args.lr, number, self._args.steps)
         size = -(-len(samples) // self._args.minibatches)  # groups may have been dropped
         for first in range(0, len(samples), size):
-            self._descend(batch, slice(first, first + size))
+            part = batch.part(slice(first, first + size))
+            loss = clipped_loss(part, token_logprobs(self.model, part.ids), self._args.clip)
+            descend(self.model, self._optimizer, loss)
         receipt = self.rollout.update_weights(self.model)
         self.version = receipt.version
         self.made.add(receipt.version)
@@ -106,14 +114,6 @@ class AsyncTrainer:
         if unknown := set(versions) - self.made:
             raise RuntimeError(f"tokens of versions that were never sent: {sorted(unknown)}")
         self.ages.update(self.version - version for version in versions)
-
-    def _descend(self, b: Batch, part: slice) -> None:
-        batch = Batch(b.ids[part], b.mask[part], b.logprobs[part], b.advantages[part])
-        loss = clipped_loss(batch, token_logprobs(self.model, batch.ids), self._args.clip)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        clip_grad_norm_(self.model.parameters(), 1.0)
-        self._optimizer.step()
 
 
 def versions_of(samples: list[Sample], batch: Batch) -> Tensor:
@@ -180,19 +180,7 @@ def main() -> int:
     args = parse_arguments(__doc__ or "", defaults, FLAGS)
     if args.address and args.start is None:
         sys.exit("--address needs --start, the checkpoint that the service was started from")
-    if args.ranks > 1 or args.deterministic:
-        sys.exit("one process trains here, by torch's ops: leave out --ranks and --deterministic")
-    end_in_order()
-    start = time.perf_counter()
-    make_output(args.output)
-    with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:
-        try:
-            summary = run(args, display, Path(scratch))
-        except DemoError as error:
-            print(f"demo: {error}", file=sys.stderr)
-            return 1
-    summary["seconds"] = round(time.perf_counter() - start, 1)
-    return judged(summary, [] if args.no_goals else missed_goals(summary, goal=0.7, gain=1.5))
+    return drive_alone(args, run, goal=0.7, gain=1.5)
 
 
 if __name__ == "__main__":

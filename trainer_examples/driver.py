@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,45 @@ def drive(script: Path, about: str, goal: float = 0.8, gain: float = 2.0, **defa
     0.9 where the first was too good for that.
     """
     args = parse_arguments(about, defaults)
+    done = shown(args, lambda display, scratch: run(args, display, scratch, script))
+    if done is None:
+        return 1
+    summary, display = done
+    print(f"saved the checkpoint {args.output / 'checkpoint'}")
+    print(draw(display.rows, args.output / "reward.png", script.stem))
+    return judged(summary, [] if args.no_goals else missed_goals(summary, goal, gain))
+
+
+def drive_alone(
+    args: argparse.Namespace,
+    work: Callable[[argparse.Namespace, Display, Path], dict[str, Any]],
+    **goals: float,
+) -> int:
+    """As ``drive``, of an example that trains in this process; ``work`` gives the summary."""
+    if args.ranks > 1 or args.deterministic:
+        sys.exit("one process trains here, by torch's ops: leave out --ranks and --deterministic")
+    done = shown(args, lambda display, scratch: work(args, display, scratch))
+    if done is None:
+        return 1
+    return judged(done[0], [] if args.no_goals else missed_goals(done[0], **goals))
+
+
+def shown(
+    args: argparse.Namespace, work: Callable[[Display, Path], dict[str, Any]]
+) -> tuple[dict[str, Any], Display] | None:
+    """The summary of ``work``, which has a folder for its own, and what was shown; None where a
+    process has failed, which was said.
+    """
     end_in_order()
     start = time.perf_counter()
     make_output(args.output)
     with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:
         try:
-            summary = run(args, display, Path(scratch), script)
+            summary = work(display, Path(scratch))
         except DemoError as error:
             print(f"demo: {error}", file=sys.stderr)
-            return 1
-    summary["seconds"] = round(time.perf_counter() - start, 1)
-    print(f"saved the checkpoint {args.output / 'checkpoint'}")
-    print(draw(display.rows, args.output / "reward.png", script.stem))
-    return judged(summary, [] if args.no_goals else missed_goals(summary, goal, gain))
+            return None
+    return summary | {"seconds": round(time.perf_counter() - start, 1)}, display
 
 
 def make_output(folder: Path) -> None:

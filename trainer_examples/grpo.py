@@ -41,6 +41,10 @@ class Batch:
     logprobs: Tensor  # [samples, tokens] float32, 0 outside the mask
     advantages: Tensor  # [samples, 1] float32
 
+    def part(self, rows: slice) -> Batch:
+        """Some of the samples."""
+        return Batch(self.ids[rows], self.mask[rows], self.logprobs[rows], self.advantages[rows])
+
 
 def advantages(rewards: Sequence[float], group: int) -> Tensor:
     """Reward minus its group's mean, over its group's deviation; ``group`` neighbours at a time."""
@@ -85,6 +89,14 @@ def clipped_loss(batch: Batch, logprobs: Tensor, clip: float) -> Tensor:
         ratio * batch.advantages, ratio.clamp(1 - clip, 1 + clip) * batch.advantages
     )
     return -(gain * batch.mask).sum() / batch.mask.sum()
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step of a model that one process has whole, its gradient cut to a norm of 1."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
 
 
 def largest_difference(batch: Batch, logprobs: Tensor) -> float:

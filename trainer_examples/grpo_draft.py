@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,19 @@ from typing import Any
 from addition_task import PAD, problems, save_checkpoint
 from answering import answers, evaluate
 from display import Display
-from driver import judged, make_output, missed_goals, parse_arguments, prepare
+from driver import drive_alone, parse_arguments, prepare
 from grpo import (
     Batch,
     Sample,
     clipped_loss,
+    descend,
     largest_difference,
     make_batch,
     scheduled_lr,
     token_logprobs,
 )
-from processes import DemoError, end_in_order
 from torch import float32, nn, no_grad, set_num_threads
 from torch.nn.functional import kl_div
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from transformers import Qwen3ForCausalLM
 
@@ -124,18 +122,14 @@ class DraftTrainer:
             "stall_seconds": receipt.timings["stall"],
         }
 
-    def learn(self, b: Batch, number: int) -> None:
+    def learn(self, batch: Batch, number: int) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = scheduled_lr(self._args.lr, number, self._args.steps)
-        size = -(-len(b.ids) // self._args.minibatches)
-        for first in range(0, len(b.ids), size):
-            rows = slice(first, first + size)
-            part = Batch(b.ids[rows], b.mask[rows], b.logprobs[rows], b.advantages[rows])
+        size = -(-len(batch.ids) // self._args.minibatches)
+        for first in range(0, len(batch.ids), size):
+            part = batch.part(slice(first, first + size))
             loss = clipped_loss(part, token_logprobs(self.policy, part.ids), self._args.clip)
-            self._optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            clip_grad_norm_(self.policy.parameters(), 1.0)
-            self._optimizer.step()
+            descend(self.policy, self._optimizer, loss)
 
     def distil(self, batch: Batch) -> None:
         """One step towards what the policy says now, where samples have tokens."""
@@ -144,10 +138,7 @@ class DraftTrainer:
             wanted = self.policy(batch.ids).logits[:, :-1][drawn].log_softmax(-1)
         found = self.draft(batch.ids).logits[:, :-1][drawn].log_softmax(-1)
         loss = kl_div(found, wanted, reduction="batchmean", log_target=True)
-        self._of_draft.zero_grad(set_to_none=True)
-        loss.backward()
-        clip_grad_norm_(self.draft.parameters(), 1.0)
-        self._of_draft.step()
+        descend(self.draft, self._of_draft, loss)
 
 
 def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, Any]:
@@ -178,19 +169,7 @@ def run(args: argparse.Namespace, display: Display, scratch: Path) -> dict[str, 
 def main() -> int:
     defaults = {"output": Path("demo_output/grpo_draft"), "ranks": 1, "service": False}
     args = parse_arguments(__doc__ or "", defaults, FLAGS)
-    if args.ranks > 1 or args.deterministic:
-        sys.exit("one process trains here, by torch's ops: leave out --ranks and --deterministic")
-    end_in_order()
-    start = time.perf_counter()
-    make_output(args.output)
-    with Display(args.steps) as display, tempfile.TemporaryDirectory() as scratch:
-        try:
-            summary = run(args, display, Path(scratch))
-        except DemoError as error:
-            print(f"demo: {error}", file=sys.stderr)
-            return 1
-    summary["seconds"] = round(time.perf_counter() - start, 1)
-    return judged(summary, [] if args.no_goals else missed_goals(summary))
+    return drive_alone(args, run)
 
 
 if __name__ == "__main__":
