@@ -170,7 +170,7 @@ def memory() -> Iterable[str]:
     import torch
     import transformers
 
-    from rollout.engine.worker.kv_cache import KVShape
+    from rollout.engine.worker.kv_cache import KVCache, KVShape
     from rollout.engine.worker.state_cache import StateShape
     from rollout.models.config.model import ModelConfig
 
@@ -179,10 +179,11 @@ def memory() -> Iterable[str]:
         config = ModelConfig.from_hf({**values, "architectures": [name]})
         moe = config.moe
         sparse = sum(map(moe.is_sparse, range(config.num_layers))) if moe else 0
-        pages = KVShape.of(config, 1, BLOCK, torch.bfloat16, sparse)
+        shape = KVShape.of(config, 1, BLOCK, torch.bfloat16, sparse)
+        pages = KVCache(shape, torch.device("meta"))
         states = StateShape.of(config, 1, torch.bfloat16)
         token, slot = pages.token_bytes, states.slot_bytes
-        numbers = (config.num_layers, pages.num_layers, len(states.layers), f"{token:,}")
+        numbers = (config.num_layers, shape.num_layers, len(states.layers), f"{token:,}")
         sums = (f"{slot / 2**20:.1f} MiB", f"{(slot + LONG * token) / 2**20:.0f} MiB")
         yield f"| `{name}` | {' | '.join(map(str, (*numbers, *sums)))} |"
 

@@ -15,7 +15,7 @@ from rollout.generation import SamplingMask
 
 TopLogprobs = dict[int, float]
 _KEPT = ("kept_counts", "kept_ids")
-_SIDE = ("hidden", "experts", "drafts", *_KEPT)
+_SIDE = ("hidden", "experts", *_KEPT)
 _ROWS = ("tokens", "raw", "processed", "log_kept_mass", "top_ids", "top_logprobs")
 
 
@@ -31,7 +31,8 @@ class SamplerOutput:
     each, and those, one row's after the other's; 0 where that was the whole vocabulary.
     ``packed``: where a captured step has put all that its rows, which all draw, have: a token, and
     raw, processed and log_kept_mass in the two words behind it.
-    ``drafts``: the tokens that were drafted in the step, in the order of its entries.
+    ``drafts``: the tokens that were drafted in the step, in the order of its entries; on the host
+    from the first, and so beside the other columns on their way there.
     """
 
     tokens: Tensor  # [R] int64

@@ -13,7 +13,14 @@ import torch
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel, check_dtype, choose_device
 from rollout.engine.memory import available_bytes, total_bytes
-from rollout.engine.memory_plan import KVSize, MemoryPlan, mib, plan_memory, size_kv
+from rollout.engine.memory_plan import (
+    KVSize,
+    MemoryPlan,
+    mib,
+    plan_memory,
+    served_length,
+    size_kv,
+)
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
@@ -206,22 +213,25 @@ class _Beside:
     def of(
         cls, config: EngineConfig, found: ResolvedModel, dtype: torch.dtype, name: str
     ) -> _Beside:
-        ranks, models = config.tensor_parallel_size, []
-        longest = None
-        for rank in range(ranks):
-            tp = TensorParallel(rank, ranks)
-            held = HeldComponent.at(name, config.components[name], tp, config.expert_parallel)
-            if name == config.draft_component:
-                most = config.max_model_len or found.config.max_position_embeddings
-                longest = held.longest(name, most)
-            build = Build(
-                config=found.config,
-                tp=tp,
-                dtype=dtype,
-                device=torch.device("meta"),
-                expert_parallel=config.expert_parallel,
+        ranks, longest = config.tensor_parallel_size, None
+        first, path = TensorParallel(0, ranks), config.components[name]
+        held = HeldComponent.at(name, path, first, config.expert_parallel)
+        if name == config.draft_component:
+            wanted = served_length(config, found.config.max_position_embeddings)
+            longest = held.longest(name, wanted)
+        models = [
+            held.build(
+                Build(
+                    config=found.config,
+                    tp=TensorParallel(rank, ranks),
+                    dtype=dtype,
+                    device=torch.device("meta"),
+                    expert_parallel=config.expert_parallel,
+                ),
+                longest,
             )
-            models.append(held.build(build, longest))
+            for rank in range(ranks)
+        ]
         if held.config is not None and config.load_format != "dummy":
             _check_files(config, held.directory, models[0].table)
         return cls(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,9 +68,9 @@ class HeldComponent:
             prefixes.setdefault(f"{meta.name.split('.', 1)[0]}.", "")
         return cls(directory=directory, config=None, tensors=held, prefixes=prefixes)
 
-    def longest(self, name: str, wanted: int | None) -> int:
-        """Tokens of a sequence that it can draft for, as component ``name``; ``ConfigError`` where
-        it cannot run as a draft model.
+    def longest(self, name: str, wanted: int) -> int:
+        """Of ``wanted`` tokens of a sequence those that it can draft for, as component ``name``;
+        ``ConfigError`` where it cannot run as a draft model.
         """
         config = self.config
         fault = ""
@@ -86,7 +85,7 @@ class HeldComponent:
                 f"draft_component={name!r} ({self.directory}): {fault}; name another, or leave it "
                 "out to draft by prompt lookup"
             )
-        return min(wanted or sys.maxsize, config.max_position_embeddings)
+        return min(wanted, config.max_position_embeddings)
 
     def build(self, beside: Build, longest: int | None = None) -> Model:
         """Empty, of the dtype and on the device of the policy that was built as ``beside`` says.

@@ -88,16 +88,6 @@ class KVShape:
         return self.page_layers * self._layer_bytes + self.block_size * (keys + kept)
 
     @property
-    def token_bytes(self) -> int:
-        """Of one token in all groups, which it takes until it is out of a window."""
-        return self.blocks_a_token * self.block_bytes // self.block_size
-
-    @property
-    def blocks_a_token(self) -> int:
-        """How many blocks hold one token: one of each group."""
-        return max(len(self.groups), 1)
-
-    @property
     def told_groups(self) -> list[list[int]]:
         """As ``groups_told`` takes them."""
         return [[len(group.layers), group.window, group.chunk] for group in self.groups]
@@ -141,8 +131,8 @@ class KVCache:
 
     @property
     def token_bytes(self) -> int:
-        """As ``KVShape.token_bytes``, a draft model's included."""
-        return self.shape.blocks_a_token * self.block_bytes // self.shape.block_size
+        """Of one token in all groups, which it takes until it is out of a window."""
+        return max(len(self.shape.groups), 1) * self.block_bytes // self.shape.block_size
 
     @property
     def told_groups(self) -> list[list[int]]:

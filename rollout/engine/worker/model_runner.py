@@ -16,6 +16,7 @@ from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
 from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.memory import available_bytes, release_unused, to_device, total_bytes
+from rollout.engine.memory_plan import served_length
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
@@ -70,10 +71,8 @@ class ModelRunner:
         }
         self._draft_longest = 0
         if name := config.draft_component:
-            held, most = self._components[name], config.max_model_len
-            self._draft_longest = held.longest(
-                name, most or self.model_config.max_position_embeddings
-            )
+            wanted = served_length(config, self.model_config.max_position_embeddings)
+            self._draft_longest = self._components[name].longest(name, wanted)
         self.adapters: AdapterSlots | None = None
         self._longest: int | None = None  # tokens of a sequence, once that is known
         live = self._build(self.device)
@@ -169,7 +168,7 @@ class ModelRunner:
                 pixels = tensors.get("pixels")
                 batch = replace(batch, visual=self._visual(model, args["images"], pixels))
             self.states.copy(tensors.get("state_restores"))
-            drafted = None
+            drafted: dict[str, Tensor] = {}
             if (drafts := DraftBatch.from_tensors(tensors)) is not None:
                 batch, drafted = self._with_drafts(model, drafts, batch, sampling)
             output = self._output(model, batch, sampling, tensors.get("hidden_sums"))
@@ -184,7 +183,7 @@ class ModelRunner:
                 slots = to_device(tensors["expert_slots"], self.device)
                 output = replace(output, experts=self.kv.experts[slots])
             on_host = output.to_host()
-            return lambda: ({"version": version}, replace(on_host(), drafts=drafted).tensors())
+            return lambda: ({"version": version}, on_host().tensors() | drafted)
 
     def _with_drafts(
         self,
@@ -192,11 +191,14 @@ class ModelRunner:
         drafts: DraftBatch,
         batch: ForwardBatch,
         sampling: SamplingMetadata,
-    ) -> tuple[ForwardBatch, Tensor]:
-        """``batch`` with what the draft model puts in place of -1, and that alone. Collective."""
+    ) -> tuple[ForwardBatch, dict[str, Tensor]]:
+        """``batch`` with what the draft model puts in place of -1, and that alone, as it is told
+        where there is any. Collective.
+        """
         assert self._draft is not None
         filled = self._draft.complete(model, self.sampler, drafts, batch, sampling)
-        return filled, filled.input_ids[batch.input_ids < 0]
+        drawn = filled.input_ids[batch.input_ids < 0]
+        return filled, {"drafts": drawn} if len(drawn) else {}
 
     def _make_draft(self, live: Model, draws: bool) -> DraftRunner | None:
         name, config = self.config.draft_component, self.config
