@@ -18,6 +18,10 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 _COMPONENT = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
+_KV_DTYPES = {
+    "int8": "int8_per_token_head",
+    **dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3fn"), "fp8_per_token_head"),
+}
 # As others write a dtype.
 _DTYPES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
@@ -119,6 +123,12 @@ class EngineConfig:
         "auto",
         "auto (the checkpoint's), float32, bfloat16 or float16",
         *("auto", "float32", "bfloat16", "float16"),
+    )
+    kv_cache_dtype: str = _setting(
+        "auto",
+        "of keys and values: auto (the model's), int8_per_token_head or fp8_per_token_head (8 bits "
+        "and a scale for each token and head)",
+        *("auto", "int8_per_token_head", "fp8_per_token_head"),
     )
     load_format: str = _setting(
         "auto",
@@ -542,7 +552,8 @@ def _text(name: str, value: Any) -> Any:
     """A setting that is a text, also of a path, a torch dtype or a torch device; None: not set."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if name in ("dtype", "head_dtype", "device") and type(value).__module__ == "torch":
+    dtypes = ("dtype", "head_dtype", "kv_cache_dtype")
+    if name in (*dtypes, "device") and type(value).__module__ == "torch":
         value = str(value).removeprefix("torch.")
     if isinstance(value, EngineConfig):
         raise ConfigError(f"{name} is a text; settings are keywords: Rollout(**config.to_dict())")
@@ -555,7 +566,8 @@ def _text(name: str, value: Any) -> Any:
         raise ConfigError(f"{name} must be a text, got {value!r:.80}")
     if value is not None:
         check_written(name, value)
-    return _DTYPES.get(value, value) if name in ("dtype", "head_dtype") and value else value
+    known = _KV_DTYPES if name == "kv_cache_dtype" else _DTYPES
+    return known.get(value, value) if name in dtypes and value else value
 
 
 def _several(name: str, given: Any) -> tuple[Any, ...]:

@@ -55,7 +55,6 @@ REFUSED: Mapping[str, str] = {
 # Theirs, refused but with these values: what they mean is so here, or one of ours.
 BY_VALUE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "--generation-config": {"vllm": ()},
-    "--kv-cache-dtype": {"auto": ()},
     "--distributed-executor-backend": {
         "mp": ("--executor", "multiprocess"),
         "ray": ("--executor", "ray"),

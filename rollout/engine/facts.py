@@ -21,7 +21,7 @@ _ELSEWHERE = frozenset({
 # What one layer computes depends on these, beside its weights, their dtype and the kernels.
 _OF_LAYERS = frozenset({
     *("hf_overrides", "module_map", "head_dtype", "deterministic", "quantization"),
-    *("weight_layout", "max_model_len"),
+    *("kv_cache_dtype", "weight_layout", "max_model_len"),
 })  # fmt: skip
 
 

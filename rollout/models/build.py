@@ -118,6 +118,15 @@ def slots_beside(
         ) from error
 
 
+def check_kv_codes(model: Model, name: str) -> None:
+    """``ConfigError`` where a model cannot have keys and values as the codes of that name."""
+    if name != "auto" and not isinstance(model.policy, CausalLM):
+        raise ConfigError(
+            f"kv_cache_dtype={name!r}: {model.config.architecture} runs by modules that are not "
+            "rollout's own, and read pages of the model's dtype alone; leave it at auto"
+        )
+
+
 def check_quantization(build: Build) -> None:
     """Raise a ``ConfigError`` for what quantised weights do not go with."""
     if build.quantization is None:

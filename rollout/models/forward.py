@@ -103,9 +103,12 @@ class LayerKV:
     the state, of each slot: [slots, channels of this rank, width - 1], and float32
     [slots, heads of this rank, size of a key, dim]. ``beside``: those of a
     layer that has pages, too. ``index``: keys by which sparse attention chooses its tokens.
+    ``k_scales``, ``v_scales``: where pages hold codes (``kernels.kv_codes``).
     """
 
     k: Tensor  # [num_blocks, kv_heads of this rank, block_size, head_dim]
     v: Tensor  # the same
+    k_scales: Tensor | None = None  # [num_blocks, kv_heads, block_size] float32, of codes
+    v_scales: Tensor | None = None
     beside: LayerKV | None = None
     index: Tensor | None = None  # [num_blocks, 1, block_size, its own dim]

@@ -25,12 +25,12 @@ from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.engine.worker.held_component import HeldComponent
-from rollout.engine.worker.kv_cache import KVCache, KVShape
+from rollout.engine.worker.kv_cache import KV_CODES, KVCache, KVShape
 from rollout.engine.worker.state_cache import StateShape
 from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.native import library, native_status
 from rollout.loader import open_location
-from rollout.models.build import build_model, build_tables, slots_beside
+from rollout.models.build import build_model, build_tables, check_kv_codes, slots_beside
 from rollout.models.config.model import ModelConfig
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
@@ -129,6 +129,8 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     dtype = found.dtype_of(config)
     check_dtype(device, dtype)
     tables = _tables(config, found, dtype)
+    if config.kv_cache_dtype != "auto":
+        check_kv_codes(_model(config, found, dtype), config.kv_cache_dtype)
     beside = {name: _Beside.of(config, found, dtype, name) for name in config.components}
     kv = _pages(config, model, dtype, beside)
     examined = _examined(config, found, dtype, tables, kv, beside)
@@ -262,8 +264,13 @@ def _pages(
     if config.draft_component is not None:
         drafting = beside[config.draft_component].config
         assert drafting is not None
-        draft = KVCache(KVShape.of_draft(drafting, ranks, block_size, dtype), device)
-    shape = KVShape.of(model, ranks, block_size, dtype, _sparse_layers(model))
+        shape = KVShape.of_draft(
+            drafting, ranks, block_size, dtype, KV_CODES.get(config.kv_cache_dtype)
+        )
+        draft = KVCache(shape, device)
+    shape = KVShape.of(
+        model, ranks, block_size, dtype, _sparse_layers(model), KV_CODES.get(config.kv_cache_dtype)
+    )
     return KVCache(shape, device, draft=draft)
 
 
@@ -319,11 +326,9 @@ def _tables(
     return tables
 
 
-def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> int:
-    """Of all slots for adapters on the first rank, which are there from the start."""
-    if not config.max_adapters:
-        return 0
-    model = build_model(
+def _model(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> Model:
+    """Of the first rank, without its memory."""
+    return build_model(
         found.config,
         TensorParallel(0, config.tensor_parallel_size),
         dtype,
@@ -332,6 +337,13 @@ def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtyp
         registry=found.registry,
         tensors=lambda: _headers(config, found),
     )
+
+
+def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> int:
+    """Of all slots for adapters on the first rank, which are there from the start."""
+    if not config.max_adapters:
+        return 0
+    model = _model(config, found, dtype)
     made = slots_beside(
         model,
         config.max_adapters,

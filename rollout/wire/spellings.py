@@ -262,7 +262,6 @@ ENGINE = Spellings(
         "is_embedding": "leave it out: " + _HEADS,
         "convert": "nothing is converted: " + _HEADS,
         "ep_size": "use {expert_parallel}: all ranks share the experts",
-        "kv_cache_dtype": "the KV cache has the dtype of the model; use {dtype}",
         "enable_lora": "use {max_adapters} N and {max_lora_rank} R; without them adapters are "
         "merged, by update_weights(peft_model) or load_lora_adapter (over HTTP "
         "/v1/load_lora_adapter, under a --weight-dir)",

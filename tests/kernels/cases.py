@@ -11,11 +11,24 @@ import torch
 from torch import Tensor
 
 from rollout.kernels import scan_logits
+from rollout.kernels.kv_codes import LARGEST, to_codes
 from rollout.weights import PLAIN, Box, Layout, TileLayout
 from rollout.weights.quantization import SCHEMES, Scheme
 
 # Attention whose loops are long or many: seconds each under Triton's interpreter.
 BROAD = ("one KV head for 64", "one KV head for 70", "long context")
+# Those of which pages hold codes, too.
+CODED = (
+    "decodes",
+    "mixed",
+    "head dim 7",
+    "head dim 80",
+    "head dim 320",
+    "latents of 576",
+    "block 5",
+    "window over spans",
+    "all three",
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -68,9 +81,12 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
+    codes: torch.dtype | None = None,
     seed: int = 0,
 ) -> tuple[Any, ...]:
-    """Arguments of ``paged_attention`` for (query tokens, context) pairs; blocks are shuffled."""
+    """Arguments of ``paged_attention`` for (query tokens, context) pairs; blocks are shuffled.
+    ``codes``: what the pages hold, if not ``dtype``.
+    """
     rng = torch.Generator().manual_seed(seed)
     needed = [-(-context // block) for _, context in sequences]
     blocks = sum(needed) + 3
@@ -85,9 +101,13 @@ def attention(
     k, v = (torch.randn(blocks, kv_heads, block, dim, generator=rng).to(dtype) for _ in "kv")
     q = torch.randn(int(starts[-1]), heads, dim, generator=rng).to(dtype)
     arguments = q, k, v, starts, lengths, tables, scale or dim**-0.5
-    if not (window or softcap or sinks):
+    if not (window or softcap or sinks or codes):
         return arguments
-    return *arguments, window, softcap, _randn(heads, seed=6) * 3 if sinks else None
+    rest = window, softcap, _randn(heads, seed=6) * 3 if sinks else None
+    if codes is None:
+        return *arguments, *rest
+    (k, k_scales), (v, v_scales) = to_codes(k, codes), to_codes(v, codes)
+    return q, k, v, *arguments[3:], *rest, k_scales, v_scales
 
 
 def _randn(*shape: int, seed: int = 0) -> Tensor:
@@ -215,6 +235,9 @@ def _attentions() -> Iterator[Case]:
             return attention(s, dtype=t, **shape)
 
         yield Case("paged_attention", name, make, broad=name in BROAD)
+        for codes in LARGEST if name in CODED else ():
+            coded = partial(make, shape={**shape, "codes": codes})
+            yield Case("paged_attention", f"{name}, {codes}", coded)
         if name in ("decodes", "mixed", "head dim 24", "all three"):
             yield Case("batch_invariant_attention", name, make)
 

@@ -26,16 +26,18 @@ from triton.compiler import ASTSource
 
 from rollout.kernels.digest_regions import DigestedAs
 from rollout.kernels.gpu_launch import Launch, recorded
+from rollout.kernels.kv_codes import LARGEST
 from rollout.weights import PLAIN, Box
 
 TARGET = GPUTarget("cuda", 90, 32)
 BF16, FP32 = torch.bfloat16, torch.float32
-_ONE_BYTE = (torch.float8_e4m3fn, torch.int8)
+_ONE_BYTE = tuple(LARGEST)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
@@ -190,6 +192,11 @@ def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
                 q, kv1 = torch.zeros(tokens, 16, 576, dtype=dtype), torch.zeros(9, 1, 32, 576)
                 args = (q, kv1.to(dtype), kv1.to(dtype), starts, lengths, table, 0.1)
                 yield name, lambda name=name, args=args: kernel(name)(*args)
+            for kind in LARGEST if dtype == BF16 and dim == 128 else ():
+                pages, scales = kv.to(kind), torch.zeros(kv.shape[:3])
+                args = (q, pages, pages.clone(), starts, lengths, table, 0.1, 0, 0.0, None)
+                args = (*args, scales, scales)
+                yield name, lambda name=name, args=args: kernel(name)(*args)
         if dtype == BF16 and dim < 256:
             q, k = torch.zeros(2, 32, dim, dtype=dtype), torch.zeros(2, 8, dim, dtype=dtype)
             turn = torch.zeros(2, dim, dtype=dtype)
@@ -199,6 +206,10 @@ def _attentions() -> Iterator[tuple[str, Callable[[], Any]]]:
             norm = (torch.zeros(dim, dtype=dtype), torch.zeros(dim, dtype=dtype), 1e-6, None)
             args = (*args[:3], *norm, *args[3:])
             yield "norm_rope_and_cache", lambda a=args: kernel("norm_rope_and_cache")(*a)
+            for kind in LARGEST if dim == 128 else ():
+                pages, scales = kv.to(kind), torch.zeros(kv.shape[:3])
+                coded = (*args[:-3], pages, pages.clone(), slots, scales, scales.clone())
+                yield "norm_rope_and_cache", lambda a=coded: kernel("norm_rope_and_cache")(*a)
     q, k, t = torch.zeros(2, 32, 80), torch.zeros(2, 8, 80), torch.zeros(2, 20)
     cache, slots = torch.zeros(9, 8, 32, 80), torch.zeros(2, dtype=torch.int64)
     args = (q, k, k.clone(), t, t, cache, cache.clone(), slots)

@@ -63,9 +63,17 @@ def loaded(
 
 
 class Session:
-    """A KV cache with one block table per sequence, interleaved so that no table is contiguous."""
+    """A KV cache with one block table per sequence, interleaved so that no table is contiguous.
 
-    def __init__(self, model: Model, sequences: Sequence[Sequence[int]]) -> None:
+    ``codes``: what its pages hold, if not what the model computes in.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        sequences: Sequence[Sequence[int]],
+        codes: torch.dtype | None = None,
+    ) -> None:
         config, tp = model.config, model.tp
         self.model = model
         self.sequences = [list(s) for s in sequences]
@@ -84,14 +92,16 @@ class Session:
             if layer in config.feeding_layers:
                 self.kv.append(LayerKV(torch.empty(0), torch.empty(0)))
                 continue
-            k = torch.full(shape, 7.0, dtype=model.build.dtype)
+            k = torch.full(shape, 7.0).to(codes or model.build.dtype)
             beside = layer in config.recurrent_layers
             states = _states(model, len(sequences) + 2) if beside else None
             index = None
             if layer in config.indexed_layers:
                 dim = config.latent.index.dim
-                index = torch.full((shape[0], 1, BLOCK, dim), 7.0, dtype=k.dtype)
-            self.kv.append(LayerKV(k, k if tensors == 1 else k.clone(), states, index))
+                index = torch.full((shape[0], 1, BLOCK, dim), 7.0, dtype=model.build.dtype)
+            scales = None if codes is None else torch.full(shape[:3], 7.0)
+            v, others = (k, scales) if tensors == 1 else (k.clone(), _copy(scales))
+            self.kv.append(LayerKV(k, v, scales, others, states, index))
 
     def advance(self, counts: Sequence[int]) -> list[Tensor]:
         """Run the next ``counts[s]`` tokens of each sequence; their logits, per sequence."""
@@ -137,6 +147,10 @@ def reference(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """A transformers model's logits, each sequence by itself: float32, [tokens, vocabulary]."""
     with torch.no_grad():
         return [model(torch.tensor([s])).logits[0].float() for s in sequences]
+
+
+def _copy(scales: Tensor | None) -> Tensor | None:
+    return None if scales is None else scales.clone()
 
 
 def _states(model: Model, slots: int) -> LayerKV:

@@ -13,6 +13,7 @@ from tiny_models import DENSE, write_tiny
 from torch import Tensor
 
 from rollout.distributed import TensorParallel
+from rollout.kernels.kv_codes import LARGEST
 from rollout.kernels.native import library
 from rollout.kernels.op import watch_ops
 from rollout.models.build import build_model
@@ -48,14 +49,18 @@ BIASES: dict[str, dict[str, Any]] = {
 
 
 def _run(
-    model: CausalLM, lengths: tuple[int, ...] = (10, 6, 33), steps: list[list[int]] = STEPS
+    model: CausalLM,
+    lengths: tuple[int, ...] = (10, 6, 33),
+    steps: list[list[int]] = STEPS,
+    codes: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Logits of every step and the KV cache after the last."""
     generator = torch.Generator().manual_seed(3)
     sequences = [torch.randint(0, 320, (n,), generator=generator).tolist() for n in lengths]
-    session = Session(model, sequences)
+    session = Session(model, sequences, codes)
     logits = [part for step in steps for part in session.advance(step)]
-    return logits + [pages for kv in session.kv for pages in (kv.k, kv.v)]
+    kept = [x for kv in session.kv for x in (kv.k, kv.v, kv.k_scales, kv.v_scales)]
+    return logits + [x for x in kept if x is not None]
 
 
 def _model(path: Path, arch: str = "qwen3", layout: str = "tiles", **shape: Any) -> CausalLM:
@@ -94,6 +99,18 @@ def test_blocks_in_one_call_have_the_bits_of_op_by_op(
 
     for size in (1, 2):
         assert all(run_ranks(size, work))
+
+
+@pytest.mark.parametrize("codes", LARGEST, ids=str)
+@pytest.mark.parametrize("arch", BIASES)
+def test_pages_of_codes_have_the_bits_of_op_by_op(
+    tmp_path: Path, arch: str, codes: torch.dtype
+) -> None:
+    model = _model(tmp_path, arch)
+    together = _run(model, codes=codes)
+    model.native_blocks = None
+    assert len(together) == len(_run(model)) + 2 * model.config.num_layers
+    assert _equal(together, _run(model, codes=codes))
 
 
 def test_weights_that_moved_are_found(tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ def rebuilt_model(
             "comparison of layers could name: `rollout check --against` compares the weights, and "
             "an engine without quantization the layers"
         )
+    if kind := settings.get("kv_cache_dtype"):
+        raise ConfigError(
+            f"the engine keeps keys and values as {kind}, which rounds more than any fault that a "
+            "comparison of layers could name: compare an engine with kv_cache_dtype=auto"
+        )
     if (path := settings.get("module_map")) is not None:
         raise ConfigError(
             f"the engine runs modules of {path} (module_map), which are not compared layer by layer"

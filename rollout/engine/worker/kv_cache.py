@@ -13,6 +13,9 @@ from rollout.models.config.model import ModelConfig
 from rollout.models.decoder.kv_groups import KVGroup, kv_groups
 from rollout.models.forward import LayerKV
 
+#: by ``kv_cache_dtype``; of others keys and values have the model's
+KV_CODES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
@@ -33,6 +36,7 @@ class KVShape:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+    codes: torch.dtype | None = None  # of keys and values in 8 bits, which have scales
     without: tuple[int, ...] = ()
     beside: tuple[int, ...] = ()
     indexed: tuple[int, ...] = ()
@@ -49,6 +53,7 @@ class KVShape:
         block_size: int,
         dtype: torch.dtype,
         sparse_layers: int = 0,
+        codes: torch.dtype | None = None,
     ) -> Self:
         """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks."""
         model.check_blocks(block_size)
@@ -59,16 +64,23 @@ class KVShape:
             num_layers=len(model.paged_layers), without=model.feeding_layers, tensors=tensors,
             beside=tuple(i for i in model.recurrent_layers if i in model.paged_layers),
             indexed=model.indexed_layers, index_dim=0 if index is None else index.dim,
-            kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
+            kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype, codes=codes,
             experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
             expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
             groups=kv_groups(model),
         )  # fmt: skip
 
     @classmethod
-    def of_draft(cls, model: ModelConfig, ranks: int, block_size: int, dtype: torch.dtype) -> Self:
+    def of_draft(
+        cls,
+        model: ModelConfig,
+        ranks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        codes: torch.dtype | None = None,
+    ) -> Self:
         """Of a draft model: one block table, of the policy's, is for all its layers."""
-        return replace(cls.of(model, ranks, block_size, dtype), groups=())
+        return replace(cls.of(model, ranks, block_size, dtype, codes=codes), groups=())
 
     @property
     def page_layers(self) -> int:
@@ -94,8 +106,10 @@ class KVShape:
 
     @property
     def _layer_bytes(self) -> int:
-        elements = self.kv_heads * self.block_size * self.head_dim
-        return self.tensors * elements * self.dtype.itemsize
+        kept = self.dtype.itemsize * self.head_dim
+        if self.codes is not None:
+            kept = self.codes.itemsize * self.head_dim + torch.float32.itemsize
+        return self.tensors * self.kv_heads * self.block_size * kept
 
 
 class KVCache:
@@ -148,14 +162,8 @@ class KVCache:
         """Take ``num_blocks`` blocks, and as many slots of states, in place of any there were."""
         shape = self.shape
         self.free()
-        pages = (num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         try:
-            for layer in range(shape.page_layers):
-                k = torch.empty(pages, dtype=shape.dtype, device=self.device)
-                v = k if shape.tensors == 1 else torch.empty_like(k)
-                keys = (num_blocks, 1, shape.block_size, shape.index_dim)
-                index = k.new_empty(keys) if layer in shape.indexed else None
-                self._layers.append(LayerKV(k, v, index=index))
+            self._layers = [self._pages(layer, num_blocks) for layer in range(shape.page_layers)]
             if len(shape.groups) > 1:
                 of = {layer: i for group in shape.groups for i, layer in enumerate(group.layers)}
                 self._layers = [self._layers[of[layer]] for layer in sorted(of)]
@@ -182,6 +190,21 @@ class KVCache:
         if self.draft is not None:
             self.draft.allocate(num_blocks)
         self.num_blocks = num_blocks
+
+    def _pages(self, layer: int, num_blocks: int) -> LayerKV:
+        shape = self.shape
+        dtype, size = shape.codes or shape.dtype, (num_blocks, shape.kv_heads, shape.block_size)
+        k = torch.empty(*size, shape.head_dim, dtype=dtype, device=self.device)
+        pages = LayerKV(k, k if shape.tensors == 1 else torch.empty_like(k))
+        if shape.codes is not None:
+            scales = torch.empty(size, dtype=torch.float32, device=self.device)
+            others = scales if shape.tensors == 1 else torch.empty_like(scales)
+            pages = replace(pages, k_scales=scales, v_scales=others)
+        if layer in shape.indexed:
+            keys = (num_blocks, 1, shape.block_size, shape.index_dim)
+            index = torch.empty(keys, dtype=shape.dtype, device=self.device)
+            pages = replace(pages, index=index)
+        return pages
 
     def free(self) -> None:
         """Drop the pages; ``num_blocks`` remembers how many to take again."""

@@ -26,14 +26,14 @@ from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.engine.worker.draft_runner import DraftRunner
 from rollout.engine.worker.graph_sets import GraphSets
 from rollout.engine.worker.held_component import HeldComponent
-from rollout.engine.worker.kv_cache import KVCache, KVShape
+from rollout.engine.worker.kv_cache import KV_CODES, KVCache, KVShape
 from rollout.engine.worker.load_trace import traced
 from rollout.engine.worker.state_cache import StateCache, StateShape
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import Checkpoint, open_location
 from rollout.models.adapters.slots import AdapterSlots
-from rollout.models.build import build_model, slots_beside
+from rollout.models.build import build_model, check_kv_codes, slots_beside
 from rollout.models.causal_lm import CausalLM
 from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
@@ -76,6 +76,7 @@ class ModelRunner:
         self.adapters: AdapterSlots | None = None
         self._longest: int | None = None  # tokens of a sequence, once that is known
         live = self._build(self.device)
+        check_kv_codes(live, config.kv_cache_dtype)
         if config.max_adapters:
             self.adapters = slots_beside(
                 live,
@@ -108,7 +109,14 @@ class ModelRunner:
         )
         self.sparse_layers = live.sparse_layers
         kept = 0 if tp.rank else sum(self.sparse_layers)
-        shape = KVShape.of(self.model_config, tp.size, config.block_size, self.dtype, kept)
+        shape = KVShape.of(
+            self.model_config,
+            tp.size,
+            config.block_size,
+            self.dtype,
+            kept,
+            KV_CODES.get(config.kv_cache_dtype),
+        )
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         pages = None if self._draft is None else self._draft.kv
         self.kv = KVCache(shape, self.device, self.states, pages)
@@ -209,7 +217,13 @@ class ModelRunner:
             assert isinstance(instance, ComponentModels)
             return instance.component(name)
 
-        shape = KVShape.of_draft(part(live).config, self.tp.size, config.block_size, self.dtype)
+        shape = KVShape.of_draft(
+            part(live).config,
+            self.tp.size,
+            config.block_size,
+            self.dtype,
+            KV_CODES.get(config.kv_cache_dtype),
+        )
         most = min(config.max_drafting(self.device.type), config.max_num_seqs)
         prompts = min(config.cuda_graph_prefill, most * (config.num_speculative_tokens + 1))
         few = replace(config, max_num_seqs=most, cuda_graph_sizes=(), cuda_graph_prefill=prompts)

@@ -13,8 +13,12 @@
  * token are items of their own, so that one long context occupies all threads; whoever ends the
  * last adds them up.
  *
+ * Codes of 8 bits are widened as they are laid out, to the same numbers of either kind; a key's scale
+ * multiplies its scores, and a value's the weight of it.
+ *
  * Every row sums its keys in the same order whatever tile, batch or thread it is in: its bits
  * depend on its own sequence only. */
+#include "kv_codes.h"
 #include "ops.h"
 #include "vec.h"
 
@@ -41,6 +45,7 @@ typedef struct {
     float q[ROWS * MAX_DIM];
     float scores[ROWS][KEYS];
     float states[2][ROWS * (MAX_DIM + 2)];
+    float k_scales[KEYS], v_scales[KEYS];
     const void *k_rows[KEYS], *v_rows[KEYS], *next_k[VW], *next_v[VW];
 } Scratch;
 
@@ -139,12 +144,20 @@ INLINE void transpose(vu *x) {
     }
 }
 
+/* Words of two bfloat16 or one float32, of the codes from d on. */
+INLINE vu words_of(const void *codes, int d, int dim, int bf16, int kind) {
+    if (bf16) return from_code_pairs((vi)grow(load_code_pairs(codes, d, dim)), kind);
+    return (vu)from_codes(load_codes(codes, d, dim), kind);
+}
+
 /* kt[d][key] for VW keys: words of two bfloat16 or one float32 are transposed. */
-INLINE void pack_keys(const void **rows, int key, int dim, Scratch *s, int bf16) {
+INLINE void lay_out_keys(const void **rows, int key, int dim, Scratch *s, int bf16, int kind) {
     int step = bf16 ? 2 * VW : VW, size = bf16 ? 2 : 4;
     for (int d = 0; d < dim; d += step) {
         vu x[VW];
-        if (d + step <= dim) {
+        if (kind) {
+            for (int i = 0; i < VW; i++) x[i] = words_of(rows[key + i], d, dim, bf16, kind);
+        } else if (d + step <= dim) {
 #pragma GCC unroll 16
             for (int i = 0; i < VW; i++)
                 memcpy(&x[i], (const char *)rows[key + i] + d * size, sizeof x[i]);
@@ -168,11 +181,29 @@ INLINE void pack_keys(const void **rows, int key, int dim, Scratch *s, int bf16)
     }
 }
 
+static void pack_coded_keys(const void **rows, int key, int dim, Scratch *s, int bf16, int kind) {
+    if (kind == E4M3) lay_out_keys(rows, key, dim, s, bf16, E4M3);
+    else lay_out_keys(rows, key, dim, s, bf16, INT8);
+}
+INLINE void pack_keys(const void **rows, int key, int dim, Scratch *s, int bf16, int kind) {
+    if (kind) pack_coded_keys(rows, key, dim, s, bf16, kind);
+    else lay_out_keys(rows, key, dim, s, bf16, PLAIN);
+}
+
 /* v[key][d], or words of two keys; after an odd last one comes zero. */
-INLINE void pack_values(const void **rows, int keys, int dim, int padded, Scratch *s, int bf16) {
+INLINE void lay_out_values(const void **rows, int keys, int dim, int padded, Scratch *s, int bf16,
+                           int kind) {
     int step = DOTS && bf16 ? 2 : 1;
     for (int j = 0; j < keys; j += step)
         for (int d = 0; d < dim; d += VW) {
+            if (kind) {
+                vb codes = load_codes(rows[j], d, dim), others = {0};
+                if (step == 2 && j + 1 < keys) others = load_codes(rows[j + 1], d, dim);
+                vi pair = grow_bytes(codes) | grow_bytes(others) << 8;
+                vf x = step == 2 ? (vf)from_code_pairs(pair, kind) : from_codes(codes, kind);
+                store(s->v + j / step * padded, d, x, 0);
+                continue;
+            }
             vf x = load_at(rows[j], d, dim, bf16), next = splat(0);
             if (step == 2) {
                 if (j + 1 < keys) next = load_at(rows[j + 1], d, dim, bf16);
@@ -180,6 +211,17 @@ INLINE void pack_values(const void **rows, int keys, int dim, int padded, Scratc
             }
             store(s->v + j / step * padded, d, x, 0);
         }
+}
+
+static void pack_coded_values(const void **rows, int keys, int dim, int padded, Scratch *s,
+                              int bf16, int kind) {
+    if (kind == E4M3) lay_out_values(rows, keys, dim, padded, s, bf16, E4M3);
+    else lay_out_values(rows, keys, dim, padded, s, bf16, INT8);
+}
+INLINE void pack_values(const void **rows, int keys, int dim, int padded, Scratch *s, int bf16,
+                        int kind) {
+    if (kind) pack_coded_values(rows, keys, dim, padded, s, bf16, kind);
+    else lay_out_values(rows, keys, dim, padded, s, bf16, PLAIN);
 }
 
 /* Where keys first .. first + count of a sequence lie; the pointers up to a multiple of VW repeat
@@ -196,6 +238,18 @@ INLINE void locate(const Problem *p, int sequence, int head, int first, int coun
         for (; j < stop; j++, k += stride, v += stride) k_rows[j] = k, v_rows[j] = v;
     }
     for (int j = count; j % VW; j++) k_rows[j] = k_rows[count - 1];
+}
+
+/* The scales of those keys, and zeros up to a multiple of VW. */
+static void locate_scales(const Problem *p, int sequence, int head, int first, int count,
+                          Scratch *s) {
+    const int32_t *table = p->tables + (int64_t)sequence * p->table_width;
+    for (int j = 0; j < count; j++) {
+        int64_t page = table[(first + j) / p->block], offset = (first + j) % p->block;
+        int64_t at = (page * p->kv_block + head * p->kv_head) / p->dim + offset;
+        s->k_scales[j] = p->k_scales[at], s->v_scales[j] = p->v_scales[at];
+    }
+    for (int j = count; j % VW; j++) s->k_scales[j] = s->v_scales[j] = 0;
 }
 
 /* Rows of pages lie where no hardware prefetcher would look for them. */
@@ -216,7 +270,10 @@ static __attribute__((noinline)) void bend(float *row, int keys, float scale, fl
 /* Turn a row of scores into weights, float32 or bfloat16 in their place; of `keys` those count from
  * `from` up to `visible`: at least one. */
 INLINE void soften(float *row, int from, int visible, int keys, float scale, float cap, float *sums,
-                   int padded, float *peak, float *mass, int words) {
+                   int padded, float *peak, float *mass, int words, const float *k_scales,
+                   const float *v_scales) {
+    for (int k = 0; k_scales && k < keys; k += VW)
+        store(row, k, load(row, k, 0) * load(k_scales, k, 0), 0);
     vf high = splat(-INFINITY);
     int j = 0;
     if (cap > 0) {
@@ -238,7 +295,7 @@ INLINE void soften(float *row, int from, int visible, int keys, float scale, flo
     vf sum = splat(0.0f);
     for (j = 0; j < keys; j += VW) {
         vf x = exp_negative(fused(load(row, j, 0), splat(scale), splat(-anchor)));
-        store(row, j, x, words);
+        store(row, j, v_scales ? x * load(v_scales, j, 0) : x, words);
         sum += x;
     }
     *peak = top;
@@ -284,7 +341,8 @@ INLINE int first_key(const Problem *p, int position) {
 /* The softmax of a tile's rows over keys `key` .. `stop`. */
 INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scratch *s, int bf16) {
     int group = p->heads / p->kv_heads, rows = t.queries * group, dim = p->dim;
-    int padded = whole_vectors(dim), size = bf16 ? 2 : 4, words = DOTS && bf16;
+    int padded = whole_vectors(dim), words = DOTS && bf16, coded = p->codes;
+    int size = coded ? 1 : bf16 ? 2 : 4; /* bytes of an element in its page */
     int depth = depth_of(dim, bf16), position = position_of(p, t);
     for (int r = 0; r < rows; r++) to.peak[r] = -INFINITY, to.mass[r] = 0;
     memset(to.sums, 0, sizeof(float) * (size_t)(rows * padded));
@@ -296,17 +354,22 @@ INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scra
         /* What no query of the tile sees may be anything by now, and weighs 0. */
         for (int j = first_key(p, position) - key, own = j; j-- > 0;)
             s->k_rows[j] = s->k_rows[own], s->v_rows[j] = s->v_rows[own];
+        if (coded) {
+            locate_scales(p, t.sequence, t.head, key, keys, s);
+            for (int j = first_key(p, position) - key; j-- > 0;)
+                s->k_scales[j] = s->v_scales[j] = 0;
+        }
         for (int j = 0; j < whole; j += VW) {
             if (j + VW < whole) fetch(s->k_rows + j + VW, VW, dim * size);
             fetch(s->v_rows + j, keys - j < VW ? keys - j : VW, dim * size);
-            pack_keys(s->k_rows, j, dim, s, bf16);
+            pack_keys(s->k_rows, j, dim, s, bf16, coded);
         }
         int ahead = stop - key - KEYS < VW ? stop - key - KEYS : VW;
         if (ahead > 0) {
             locate(p, t.sequence, t.head, key + KEYS, ahead, s->next_k, s->next_v, size);
             fetch(s->next_k, ahead, dim * size);
         }
-        pack_values(s->v_rows, keys, dim, padded, s, bf16);
+        pack_values(s->v_rows, keys, dim, padded, s, bf16, coded);
         /* Queries that lie before this tile see none of it, nor do those whose window does not
          * reach back to it. */
         int hidden = key > position ? (key - position) * group : 0, last = rows;
@@ -320,7 +383,8 @@ INLINE void run_span(const Problem *p, Tile t, int key, int stop, State to, Scra
             int visible = position + r / group + 1 - key;
             int from = first_key(p, position + r / group) - key;
             soften(s->scores[r], from, visible < keys ? visible : keys, whole, p->scale,
-                   p->softcap, to.sums + r * padded, padded, &to.peak[r], &to.mass[r], words);
+                   p->softcap, to.sums + r * padded, padded, &to.peak[r], &to.mass[r], words,
+                   coded ? s->k_scales : 0, coded ? s->v_scales : 0);
         }
         gemm(last - hidden, padded, words ? (keys + 1) / 2 : keys, s->scores[hidden], KEYS, s->v,
              padded, to.sums + hidden * padded, padded, 1, words);

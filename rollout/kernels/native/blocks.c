@@ -8,7 +8,8 @@ typedef struct {
     const uint16_t *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
     const uint16_t *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
     const float *qkv_scale, *o_scale, *gate_up_scale, *down_scale;
-    uint16_t *k_cache, *v_cache;
+    void *k_cache, *v_cache;
+    float *k_scales, *v_scales; /* null but of codes */
 } Block; /* weights in tiles, of int8 where they have scales; biases, scales and the
           * norms of q and k may be null */
 
@@ -23,6 +24,7 @@ typedef struct {
     int64_t tokens, sequences, hidden, inner, heads, kv_heads, dim, rotary, page;
     int64_t table_width;
     int64_t window;     /* keys that a query sees, or 0 for all */
+    int64_t codes;      /* what pages hold, as in kv_codes.h */
     int64_t begin, end; /* halves to run: 2 i is the attention of block i, 2 i + 1 what follows */
     float *sums;        /* [tokens, hidden]: what o and down give instead, or null */
     float eps, scale;
@@ -90,7 +92,7 @@ static Problem attention_problem(const Blocks *p) {
     a.sequences = (int32_t)p->sequences, a.table_width = (int32_t)p->table_width;
     a.heads = (int32_t)p->heads, a.kv_heads = (int32_t)p->kv_heads;
     a.dim = (int32_t)p->dim, a.block = (int32_t)p->page, a.scale = p->scale;
-    a.window = (int32_t)p->window;
+    a.window = (int32_t)p->window, a.codes = (int32_t)p->codes;
     return a;
 }
 
@@ -109,7 +111,8 @@ static void attend(Thread t, const Blocks *p, const Block *b) {
     }
     Turn turn = {.q = (const char *)q, .k = (const char *)k, .cos = p->cos, .sin = p->sin};
     turn.v = (const char *)(qkv + q_columns + kv_columns), turn.out = (char *)turned;
-    turn.k_cache = (char *)b->k_cache, turn.v_cache = (char *)b->v_cache, turn.slots = p->slots;
+    turn.k_cache = b->k_cache, turn.v_cache = b->v_cache, turn.slots = p->slots;
+    turn.k_scales = b->k_scales, turn.v_scales = b->v_scales, turn.codes = p->codes;
     turn.q_outer = q_row, turn.k_outer = k_row, turn.v_outer = columns;
     turn.q_inner = turn.k_inner = turn.v_inner = p->dim;
     turn.tokens = p->tokens, turn.heads = p->heads, turn.kv_heads = p->kv_heads;
@@ -119,6 +122,7 @@ static void attend(Thread t, const Blocks *p, const Block *b) {
 
     Problem problem = attention_problem(p);
     problem.q = turned, problem.k = b->k_cache, problem.v = b->v_cache;
+    problem.k_scales = b->k_scales, problem.v_scales = b->v_scales;
     problem.out = qkv; /* q, k and v are no longer needed */
     attention_part(t.team, &problem, t.plan, 1);
     meet(t.team, t.size);

@@ -8,15 +8,16 @@
 
 /* Causal attention over pages; see attention.c. `window`: keys that a query sees, itself included,
  * or 0 for all. `softcap`: scores become softcap * tanh(score / softcap), or 0. `sinks`: a score
- * of each query head that takes its share of the softmax and has no value, or null. */
+ * of each query head that takes its share of the softmax and has no value, or null. `codes`: what
+ * pages hold, as in kv_codes.h. */
 typedef struct {
     const void *q, *k, *v;
     void *out;
     const int32_t *starts, *lengths, *tables;
-    const float *sinks;
+    const float *sinks, *k_scales, *v_scales; /* scales: of codes */
     int64_t q_row, q_head; /* strides in elements */
     int64_t kv_block, kv_head;
-    int32_t sequences, heads, kv_heads, dim, block, table_width, window;
+    int32_t sequences, heads, kv_heads, dim, block, table_width, window, codes;
     float scale, softcap;
 } Problem;
 
@@ -30,9 +31,10 @@ void end_plan(AttentionPlan *plan);
 typedef struct {
     const char *q, *k, *v, *cos, *sin; /* cos, sin: [tokens, width], dense */
     char *out, *k_cache, *v_cache;     /* q rotated, dense; caches [blocks, heads, block, dim] */
+    float *k_scales, *v_scales;        /* [blocks, heads, block], of codes */
     const int64_t *slots;
     int64_t q_outer, q_inner, k_outer, k_inner, v_outer, v_inner; /* elements */
-    int64_t tokens, heads, kv_heads, dim, width, block;
+    int64_t tokens, heads, kv_heads, dim, width, block, codes;
 } Turn;
 
 /* Root-mean-square norm of x, or of x + residual, which goes to `total`. Vector i of x lies at

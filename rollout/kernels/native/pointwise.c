@@ -1,5 +1,6 @@
 /* The small ops between the matrix products. Rows may be strided; the last dimension is dense.
  * `rows` counts vectors: vector i lies at (i / heads) * outer + (i % heads) * inner elements. */
+#include "kv_codes.h"
 #include "ops.h"
 #include "vec.h"
 
@@ -117,12 +118,18 @@ INLINE void turn(const Turn *p, int64_t t, int bf16, int wide) {
                     p->out + (t * p->heads + h) * p->dim * size, p->dim, p->width, bf16, wide);
     int64_t page = p->slots[t] / p->block, offset = p->slots[t] % p->block;
     for (int64_t h = 0; h < p->kv_heads; h++) {
-        int64_t to = ((page * p->kv_heads + h) * p->block + offset) * p->dim * size;
-        rotate_head(p->k + (t * p->k_outer + h * p->k_inner) * size, cos, sin, p->k_cache + to,
-                    p->dim, p->width, bf16, wide);
-        if (!p->v) continue; /* values are a part of the keys */
-        memcpy(p->v_cache + to, p->v + (t * p->v_outer + h * p->v_inner) * size,
-               (size_t)(p->dim * size));
+        int64_t at = (page * p->kv_heads + h) * p->block + offset, to = at * p->dim;
+        const char *k = p->k + (t * p->k_outer + h * p->k_inner) * size;
+        const char *v = p->v ? p->v + (t * p->v_outer + h * p->v_inner) * size : 0;
+        if (p->codes) {
+            float turned[MAX_CODED];
+            rotate_head(k, cos, sin, turned, p->dim, p->width, bf16, wide);
+            p->k_scales[at] = to_codes(turned, p->dim, bf16, (int)p->codes, p->k_cache + to);
+            if (v) p->v_scales[at] = to_codes(v, p->dim, bf16, (int)p->codes, p->v_cache + to);
+            continue;
+        }
+        rotate_head(k, cos, sin, p->k_cache + to * size, p->dim, p->width, bf16, wide);
+        if (v) memcpy(p->v_cache + to * size, v, (size_t)(p->dim * size)); /* else part of k */
     }
 }
 

@@ -21,6 +21,8 @@ def norm_rope_and_cache(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """``rope_and_cache`` of ``rms_norm`` of each head of q by q_weight, and of k by k_weight.
 
@@ -29,4 +31,4 @@ def norm_rope_and_cache(
     """
     q = rms_norm.reference(q, q_weight, eps, offset)
     k = rms_norm.reference(k, k_weight, eps, offset)
-    return rope_and_cache.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
+    return rope_and_cache.reference(q, k, v, cos, sin, k_cache, v_cache, slots, k_scales, v_scales)

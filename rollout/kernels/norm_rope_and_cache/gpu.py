@@ -23,12 +23,14 @@ def norm_rope_and_cache(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     weights = (q_weight, k_weight)
     alike = all(one.dtype == q.dtype and one.is_contiguous() for one in weights)
-    if not alike or not is_for_kernel(FLOATS, q, k, v, cos, sin, k_cache, v_cache, slots):
-        rest = (cos, sin, k_cache, v_cache, slots)
+    rest = (cos, sin, k_cache, v_cache, slots, k_scales, v_scales)
+    if not alike or not is_for_kernel(FLOATS, q, k, v, *rest):
         return op.reference(q, k, v, q_weight, k_weight, eps, offset, *rest)
     assert all(one.shape == q.shape[2:] for one in weights), "a weight for each element of a head"
     norm = HeadNorm(q_weight, k_weight, eps, offset)
-    return turn(q, k, v, cos, sin, k_cache, v_cache, slots, norm)
+    return turn(q, k, v, *rest, norm)

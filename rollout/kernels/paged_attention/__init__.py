@@ -21,6 +21,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """``softmax(scale * q k^T + causal mask) v`` per sequence and head; returns [T, H, D].
 
@@ -32,7 +34,9 @@ def paged_attention(
     ``window``: how many keys a query sees, its own included; 0 for all. Where a block lies before
     the windows of all rows of a sequence, its number may be stale. ``softcap``: scaled scores
     become ``softcap * tanh(score / softcap)``; 0 for no cap. ``sinks``: float32 [H], a score of
-    each head that takes part in its softmax and has no value.
+    each head that takes part in its softmax and has no value. ``k_scales``, ``v_scales``: float32
+    [blocks, KH, block], where the pages hold codes (``kv_codes``): a key is its codes times its
+    scale.
     Sums and softmax are float32 (float64 for float64 inputs).
     """
     kv_heads, block = k_cache.shape[1], k_cache.shape[2]
@@ -47,7 +51,8 @@ def paged_attention(
             continue
         pages = block_tables[s, : -(-length // block)].long()
         k, v = (
-            cache[pages].transpose(0, 1).flatten(1, 2)[:, :length] for cache in (k_cache, v_cache)
+            _read(cache, scales, pages, length)
+            for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
         )  # [KH, length, D]
         for row in range(starts[s], starts[s + 1], _QUERY_ROWS):
             rows = slice(row, min(row + _QUERY_ROWS, starts[s + 1]))
@@ -68,6 +73,8 @@ def batch_invariant_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """``paged_attention``, where a row's bits depend on its own sequence alone.
 
@@ -85,6 +92,8 @@ def batch_invariant_attention(
         window,
         softcap,
         sinks,
+        k_scales,
+        v_scales,
     )
 
 
@@ -101,6 +110,13 @@ def has_gpu_kernel(kv_heads: int, dim: int, dtype: torch.dtype) -> bool:
     has none, reads numbers of the batch on the host, and so fits into no graph.
     """
     return dim <= (2 * WIDE if kv_heads == 1 and dtype.itemsize == 2 else WIDE)
+
+
+def _read(cache: Tensor, scales: Tensor | None, pages: Tensor, length: int) -> Tensor:
+    found = cache[pages].transpose(0, 1).flatten(1, 2)[:, :length]
+    if scales is None:
+        return found
+    return found.to(scales.dtype) * _read(scales, None, pages, length)[..., None]
 
 
 def _attend(

@@ -1,10 +1,11 @@
-"""Native ``paged_attention`` over float32 and bfloat16 pages (see ``native/attention.c``)."""
+"""Native ``paged_attention`` over float32, bfloat16 and codes (see ``native/attention.c``)."""
 
 import ctypes
 
 import torch
 from torch import Tensor
 
+from rollout.kernels.kv_codes import are_pages, kind_of
 from rollout.kernels.native import BF16, entry
 from rollout.kernels.native.prototypes import structure
 from rollout.kernels.paged_attention import paged_attention as op
@@ -28,6 +29,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     _, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
@@ -36,12 +39,11 @@ def paged_attention(
     assert heads % kv_heads == 0, f"{kv_heads} KV heads do not divide {heads} query heads"
     assert len(query_starts) == len(context_lens) + 1
     bf16 = BF16.get(q.dtype)
-    alike = q.dtype == k_cache.dtype == v_cache.dtype
-    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    alike = are_pages(q.dtype, k_cache, k_scales) and are_pages(q.dtype, v_cache, v_scales)
     fits = takes_heads(heads, kv_heads, dim) and scale > 0
-    if bf16 is None or not (alike and dense and fits):
-        places = (query_starts, context_lens, block_tables)
-        return op.reference(q, k_cache, v_cache, *places, scale, window, softcap, sinks)
+    if bf16 is None or not (alike and fits and k_cache.dtype == v_cache.dtype):
+        places, scales = (query_starts, context_lens, block_tables), (k_scales, v_scales)
+        return op.reference(q, k_cache, v_cache, *places, scale, window, softcap, sinks, *scales)
     if q.stride(2) != 1:
         q = q.contiguous()
     starts, lengths, tables = (
@@ -54,9 +56,10 @@ def paged_attention(
     problem = structure("Problem")(
         *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
         *(starts.data_ptr(), lengths.data_ptr(), tables.data_ptr()),
-        None if sinks is None else sinks.data_ptr(),
+        *(None if x is None else x.data_ptr() for x in (sinks, k_scales, v_scales)),
         *(q.stride(0), q.stride(1), kv_heads * block * dim, block * dim),
         *(len(lengths), heads, kv_heads, dim, block, tables.shape[1], window),
+        kind_of(k_cache),
         *(scale, softcap),
     )
     run = entry("paged_attention")

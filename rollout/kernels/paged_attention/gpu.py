@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.kernels.gpu_kv_codes import as_integers, from_codes
 from rollout.kernels.gpu_launch import (
     FLOATS,
     await_kernel_before,
@@ -27,6 +28,7 @@ from rollout.kernels.gpu_launch import (
     sequence_of,
 )
 from rollout.kernels.gpu_support import multiprocessors
+from rollout.kernels.kv_codes import are_pages, kind_of
 from rollout.kernels.paged_attention import WIDE, has_few_queries, has_gpu_kernel
 from rollout.kernels.paged_attention import paged_attention as op
 
@@ -60,10 +62,13 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     arguments = (q, k_cache, v_cache, query_starts, context_lens, block_tables)
-    if not takes(q, k_cache, v_cache):
-        return op.reference(*arguments, scale, window, softcap, sinks)
+    scales = k_scales, v_scales
+    if not takes(q, k_cache, v_cache, *scales):
+        return op.reference(*arguments, scale, window, softcap, sinks, *scales)
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     group, decodes = heads // kv_heads, has_few_queries(tokens, len(context_lens))
@@ -72,11 +77,11 @@ def paged_attention(
         for first in range(0, heads, _WIDE_GROUP):
             of = slice(first, first + _WIDE_GROUP)
             some = (q[:, of], *arguments[1:], scale, window, softcap)
-            parts.append(paged_attention(*some, None if sinks is None else sinks[of]))
+            parts.append(paged_attention(*some, None if sinks is None else sinks[of], *scales))
         return torch.cat(parts, dim=1)
     if not decodes:
         tiles = _prefill_tiles(group, dim, q.dtype)
-        return attend(*arguments, scale, tiles, window, softcap, sinks)
+        return attend(*arguments, scale, tiles, window, softcap, sinks, *scales)
     programs = max(1, tokens * kv_heads)
     longest = block_tables.shape[1] * k_cache.shape[2]
     longest = min(longest, window) if window else longest
@@ -84,13 +89,19 @@ def paged_attention(
     wanted = triton.cdiv(_WAVES * multiprocessors(q.device), programs)
     splits = power_of_2(min(wanted, _MAX_SPLITS, triton.cdiv(longest, tiles.keys)))
     tiles = _decode_tiles(group, dim, q.dtype, splits)
-    return attend(*arguments, scale, tiles, window, softcap, sinks)
+    return attend(*arguments, scale, tiles, window, softcap, sinks, *scales)
 
 
-def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    alike = q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in FLOATS
-    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
-    return alike and dense and has_gpu_kernel(k_cache.shape[1], q.shape[2], q.dtype)
+def takes(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> bool:
+    alike = k_cache.dtype == v_cache.dtype and q.dtype in FLOATS
+    pages = are_pages(q.dtype, k_cache, k_scales) and are_pages(q.dtype, v_cache, v_scales)
+    return alike and pages and has_gpu_kernel(k_cache.shape[1], q.shape[2], q.dtype)
 
 
 def batch_invariant_attention(
@@ -104,13 +115,16 @@ def batch_invariant_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """One size of tile for prefill and decode, keys never split."""
     arguments = (q, k_cache, v_cache, query_starts, context_lens, block_tables)
-    if not takes(q, k_cache, v_cache) or q.shape[2] > WIDE:
-        return op.reference(*arguments, scale, window, softcap, sinks)
+    scales = k_scales, v_scales
+    if not takes(q, k_cache, v_cache, *scales) or q.shape[2] > WIDE:
+        return op.reference(*arguments, scale, window, softcap, sinks, *scales)
     tiles = _prefill_tiles(q.shape[1] // k_cache.shape[1], q.shape[2], q.dtype)
-    return attend(*arguments, scale, tiles, window, softcap, sinks)
+    return attend(*arguments, scale, tiles, window, softcap, sinks, *scales)
 
 
 def attend(
@@ -125,6 +139,8 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """``paged_attention`` cut into ``tiles``, for arguments that ``takes`` accepts."""
     tokens, heads, dim = q.shape
@@ -147,7 +163,9 @@ def attend(
     launch(
         _attend,
         (count, kv_heads, splits),
-        *(q, k_cache, v_cache, parts, weights, sunk, query_starts, context_lens, block_tables),
+        *(q, as_integers(k_cache), as_integers(v_cache), parts, weights, sunk),
+        *(weights if x is None else x for x in (k_scales, v_scales)),
+        *(query_starts, context_lens, block_tables),
         *(scale * _LOG2_E, softcap * _LOG2_E, window),
         *(q.stride(0), q.stride(1), block_tables.stride(0), tokens, sequences),
         kv_heads,
@@ -163,6 +181,7 @@ def attend(
         WINDOW=window > 0,
         CAP=softcap > 0,
         SINKS=sinks is not None,
+        KIND=kind_of(k_cache),
         warps=tiles.warps,
         stages=tiles.stages,
         overlap=few_tokens(tokens),
@@ -217,6 +236,8 @@ def _attend(
     out,
     weights,
     sinks,
+    k_scales,
+    v_scales,
     query_starts,
     context_lens,
     block_tables,
@@ -241,6 +262,7 @@ def _attend(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_kernel_before(OVERLAP)
@@ -285,15 +307,15 @@ def _attend(
             middle = tl.maximum(low, tl.minimum(high, (context - stop + first + 1) // KEYS * KEYS))
         for begin in range(low, middle, KEYS):
             best, mass, total = _attend_to(
-                *(begin, end, oldest, rows, position, best, mass, total, k_cache, v_cache, table),
-                *(kv_heads, kv_head, column, inside, scale, cap, window),
-                *(BLOCK, DIM, ROWS, KEYS, IEEE, False, WINDOW, CAP),
+                *(begin, end, oldest, rows, position, best, mass, total, k_cache, v_cache),
+                *(k_scales, v_scales, table, kv_heads, kv_head, column, inside, scale, cap),
+                *(window, BLOCK, DIM, ROWS, KEYS, IEEE, False, WINDOW, CAP, KIND),
             )
         for begin in range(middle, high, KEYS):
             best, mass, total = _attend_to(
-                *(begin, end, oldest, rows, position, best, mass, total, k_cache, v_cache, table),
-                *(kv_heads, kv_head, column, inside, scale, cap, window),
-                *(BLOCK, DIM, ROWS, KEYS, IEEE, True, WINDOW, CAP),
+                *(begin, end, oldest, rows, position, best, mass, total, k_cache, v_cache),
+                *(k_scales, v_scales, table, kv_heads, kv_head, column, inside, scale, cap),
+                *(window, BLOCK, DIM, ROWS, KEYS, IEEE, True, WINDOW, CAP, KIND),
             )
         if SINKS and SPLITS == 1:
             sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _TO_LOG2
@@ -327,6 +349,8 @@ def _attend_to(
     total,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     table,
     kv_heads,
     kv_head,
@@ -343,6 +367,7 @@ def _attend_to(
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """One tile of keys; not MASKED: every row sees all of them."""
     key = begin + tl.arange(0, KEYS)
@@ -355,11 +380,18 @@ def _attend_to(
     else:
         page = tl.load(table + key // BLOCK).to(tl.int64)
         both = inside[None, :]
-    where = ((page * kv_heads + kv_head) * BLOCK + key % BLOCK) * DIM
-    there = where[:, None] + column[None, :]
-    keys = tl.load(k_cache + there, mask=both, other=0.0)
+    place = (page * kv_heads + kv_head) * BLOCK + key % BLOCK
+    there = (place * DIM)[:, None] + column[None, :]
+    keys = from_codes(tl.load(k_cache + there, mask=both, other=0), rows.dtype, KIND)
     scores = tl.zeros([ROWS, KEYS], tl.float32)
     scores = multiply(rows, tl.trans(keys), scores, IEEE)
+    if KIND > 0:
+        if MASKED:
+            k_scale = tl.load(k_scales + place, mask=real, other=0.0)
+            v_scale = tl.load(v_scales + place, mask=real, other=0.0)
+        else:
+            k_scale, v_scale = tl.load(k_scales + place), tl.load(v_scales + place)
+        scores = scores * k_scale[None, :]
     if CAP:
         scores = _bend(scores * scale, cap)
         scale = 1.0
@@ -373,8 +405,13 @@ def _attend_to(
     shrink = tl.exp2(best - anchor)
     chances = tl.exp2(tl.fma(scores, tl.full([ROWS, KEYS], scale, tl.float32), -anchor[:, None]))
     mass = mass * shrink + tl.sum(chances, 1)
-    values = tl.load(v_cache + there, mask=both, other=0.0)
-    chances = narrow(chances, v_cache.dtype.element_ty)
+    values = tl.load(v_cache + there, mask=both, other=0)
+    if KIND > 0:  # bfloat16 holds every code, and every size of a scale
+        fine: tl.constexpr = tl.float32 if IEEE else tl.bfloat16
+        chances = narrow(chances * v_scale[None, :], fine)
+        values = from_codes(values, fine, KIND)
+    else:
+        chances = narrow(chances, v_cache.dtype.element_ty)
     total = multiply(chances, values, total * shrink[:, None], IEEE)
     return peak, mass, total
 

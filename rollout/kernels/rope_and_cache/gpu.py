@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.kernels.gpu_kv_codes import as_integers, scales_of, to_codes
 from rollout.kernels.gpu_launch import (
     FLOATS,
     await_kernel_before,
@@ -18,6 +19,7 @@ from rollout.kernels.gpu_launch import (
     power_of_2,
     rounded,
 )
+from rollout.kernels.kv_codes import kind_of
 from rollout.kernels.rope_and_cache import is_for_kernel
 from rollout.kernels.rope_and_cache import rope_and_cache as op
 
@@ -42,11 +44,16 @@ def rope_and_cache(
     k_cache: Tensor,
     v_cache: Tensor | None,
     slots: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
-    values, v_pages = (k, k_cache) if v is None or v_cache is None else (v, v_cache)
-    if not is_for_kernel(FLOATS, q, k, values, cos, sin, k_cache, v_pages, slots):
-        return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots)
-    return turn(q, k, None if v is None else values, cos, sin, k_cache, v_pages, slots)
+    values, v_pages, others = (
+        (k, k_cache, k_scales) if v is None or v_cache is None else (v, v_cache, v_scales)
+    )
+    if not is_for_kernel(FLOATS, q, k, values, cos, sin, k_cache, v_pages, slots, k_scales, others):
+        return op.reference(q, k, v, cos, sin, k_cache, v_cache, slots, k_scales, v_scales)
+    caches = k_cache, v_pages, slots, k_scales, others
+    return turn(q, k, None if v is None else values, cos, sin, *caches)
 
 
 def turn(
@@ -58,6 +65,8 @@ def turn(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
     norm: HeadNorm | None = None,
 ) -> Tensor:
     """``rope_and_cache``, for arguments that ``is_for_kernel`` accepts, of what ``norm`` gives."""
@@ -72,7 +81,9 @@ def turn(
     launch(
         _turn,
         (tokens, q_blocks + triton.cdiv(kv_heads, _HEADS)),
-        *(q, k, values, cos, sin, out, k_cache, v_cache, slots, block),
+        *(q, k, values, cos, sin, out, as_integers(k_cache), as_integers(v_cache)),
+        *(out if x is None else x for x in (k_scales, v_scales)),
+        *(slots, block),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), values.stride(0), values.stride(1)),
         *(heads, kv_heads, q_blocks),
         *((q, k, 0.0, 0.0) if norm is None else (*norm[:3], norm.offset or 0.0)),
@@ -86,6 +97,7 @@ def turn(
         VALUES=v is not None,
         NORM=norm is not None,
         NORM_WIDE=norm is not None and norm.offset is not None,
+        KIND=kind_of(k_cache),
         warps=2,
         overlap=few_tokens(tokens),
         contract=False,
@@ -103,6 +115,8 @@ def _turn(
     q_out,
     k_out,
     v_out,
+    k_scales,
+    v_scales,
     slots,
     page,
     q_token,
@@ -128,6 +142,7 @@ def _turn(
     VALUES: tl.constexpr,
     NORM: tl.constexpr,
     NORM_WIDE: tl.constexpr,
+    KIND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_kernel_before(OVERLAP)
@@ -137,11 +152,10 @@ def _turn(
     sin += token * 2 * HALF
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)
-        to = q_out + token * heads * DIM
         x = q + token * q_token
         _rotate(
-            *(x, q_head, to, DIM, head, heads, cos, sin, q_weight, eps, offset),
-            *(DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE, NORM, NORM_WIDE),
+            *(x, q_head, q_out + token * heads * DIM, DIM, k_scales, 0, head, heads, cos, sin),
+            *(q_weight, eps, offset, DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE, NORM, NORM_WIDE, 0),
         )
     else:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
@@ -150,17 +164,37 @@ def _turn(
         # A padded token has no slot: all of its heads are masked.
         count = tl.where(slot >= 0, kv_heads, 0)
         stride = page * DIM
-        start = (slot // page * kv_heads * page + slot % page) * DIM
-        to = k_out + start
+        place = slot // page * kv_heads * page + slot % page
+        start = place * DIM
         _rotate(
-            *(x, k_head, to, stride, head, count, cos, sin, k_weight, eps, offset),
-            *(DIM, HALF, HALF_BLOCK, REST_BLOCK, WIDE, NORM, NORM_WIDE),
+            *(x, k_head, k_out + start, stride, k_scales + place, page, head, count, cos, sin),
+            *(
+                k_weight,
+                eps,
+                offset,
+                DIM,
+                HALF,
+                HALF_BLOCK,
+                REST_BLOCK,
+                WIDE,
+                NORM,
+                NORM_WIDE,
+                KIND,
+            ),
         )
         if VALUES:
             column = tl.arange(0, DIM_BLOCK)
             live = (head < count)[:, None] & (column < DIM)[None, :]
             at = head.to(tl.int64)[:, None]
-            value = tl.load(v + token * v_token + at * v_head + column[None, :], mask=live)
+            source = v + token * v_token + at * v_head + column[None, :]
+            if KIND == 0:
+                value = tl.load(source, mask=live)
+            else:
+                wide = tl.load(source, mask=live, other=0.0).to(tl.float32)
+                most, bad = tl.max(tl.abs(wide), 1), tl.sum(wide - wide, 1)
+                scale, by = scales_of(most, bad, KIND)
+                tl.store(v_scales + place + head * page, scale, mask=head < count)
+                value = to_codes(wide * by[:, None], KIND)
             tl.store(v_out + start + at * stride + column[None, :], value, mask=live)
 
 
@@ -170,6 +204,8 @@ def _rotate(
     x_head,
     out,
     out_head,
+    scales,
+    scale_head,
     head,
     heads,
     cos,
@@ -184,9 +220,10 @@ def _rotate(
     WIDE: tl.constexpr,
     NORM: tl.constexpr,
     NORM_WIDE: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Some heads of one token; products and sum are rounded to the narrower dtype unless WIDE."""
-    dtype = out.dtype.element_ty
+    dtype = x.dtype.element_ty
     column = tl.arange(0, HALF_BLOCK)
     within = column < HALF
     live = (head < heads)[:, None] & within[None, :]
@@ -218,11 +255,27 @@ def _rotate(
     else:
         low = rounded(first * c, dtype) - rounded(second * s, dtype)
         high = rounded(second * c, dtype) + rounded(first * s, dtype)
-    tl.store(target, narrow(low, dtype), mask=live)
-    tl.store(target + HALF, narrow(high, dtype), mask=live)
+    if KIND > 0:
+        low, high = rounded(low, dtype), rounded(high, dtype)
+        most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+        bad = tl.sum(low - low, 1) + tl.sum(high - high, 1)
+        if REST_BLOCK > 0:
+            most = tl.maximum(most, tl.max(tl.abs(last), 1))
+            bad += tl.sum(last - last, 1)
+        scale, by = scales_of(most, bad, KIND)
+        tl.store(scales + head * scale_head, scale, mask=head < heads)
+        low, high = to_codes(low * by[:, None], KIND), to_codes(high * by[:, None], KIND)
+        if REST_BLOCK > 0:
+            last = to_codes(last * by[:, None], KIND)
+    else:
+        low, high = narrow(low, dtype), narrow(high, dtype)
+        if REST_BLOCK > 0:
+            last = narrow(last, dtype)
+    tl.store(target, low, mask=live)
+    tl.store(target + HALF, high, mask=live)
     if REST_BLOCK > 0:
         target = out + head.to(tl.int64)[:, None] * out_head + 2 * HALF + rest[None, :]
-        tl.store(target, narrow(last, dtype), mask=beyond)
+        tl.store(target, last, mask=beyond)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.kernels import batch_invariant_attention, finish_sums, paged_attention
+from rollout.kernels.kv_codes import kind_of
 from rollout.kernels.linear import cpu as linear
 from rollout.kernels.native import entry, library
 from rollout.kernels.native.prototypes import structure
@@ -92,7 +93,8 @@ class NativeBlocks:
             ctypes.addressof(addresses),
             *(t.data_ptr() for t in (x, out, work, cos, sin, slots, starts, lengths, tables)),
             *(tokens, len(lengths), hidden, self._inner, self._heads, self._kv_heads, dim),
-            *(cos.shape[1], page, tables.shape[1], self._window, 0, 2 * len(self._weights)),
+            *(cos.shape[1], page, tables.shape[1], self._window, kind_of(kv[0].k)),
+            *(0, 2 * len(self._weights)),
             *(None if sums is None else sums.data_ptr(), self._build.config.norm_eps, self._scale),
             *(self._o_segments, self._down_segments),
             *(cos.dtype == torch.float32, linear.level(), torch.get_num_threads()),
@@ -116,7 +118,8 @@ class NativeBlocks:
         found = []
         for weights, pages in zip(self._weights, kv, strict=True):
             found += [None if t is None else t.data_ptr() for t in weights]
-            found += [pages.k.data_ptr(), pages.v.data_ptr()]
+            kept = pages.k, pages.v, pages.k_scales, pages.v_scales
+            found += [None if t is None else t.data_ptr() for t in kept]
         return (ctypes.c_void_p * len(found))(*found)
 
 

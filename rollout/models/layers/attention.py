@@ -74,6 +74,8 @@ class Attention(nn.Module):
             self.window,
             self.softcap,
             None if self.sinks is None else self.sinks(),
+            kv.k_scales,
+            kv.v_scales,
         )  # [T, heads, head_dim]
         if self.gated:
             out = out * torch.sigmoid(gate)
@@ -85,15 +87,17 @@ class Attention(nn.Module):
     ) -> Tensor:
         """q normalised and turned; k, likewise, and v are in the cache."""
         norm, other, in_parts = self.q_norm, self.k_norm, self.rotated or not q.is_cuda
+        pages = *cos_sin, kv.k, kv.v, slots
+        scales = kv.k_scales, kv.v_scales
         if isinstance(norm, RMSNorm) and isinstance(other, RMSNorm) and not in_parts:
             # One launch; on a CPU they cost no more apart.
             weights = norm.weight, other.weight, norm.eps, norm.offset
-            return norm_rope_and_cache(q, k, v, *weights, *cos_sin, kv.k, kv.v, slots)
+            return norm_rope_and_cache(q, k, v, *weights, *pages, *scales)
         if norm is not None and other is not None:
             q, k = self._normalise(q, k)
         if self.rotated:
             q, k = apart(q, self.rotated), apart(k, self.rotated)
-        return rope_and_cache(q, k, v, *cos_sin, kv.k, kv.v, slots)
+        return rope_and_cache(q, k, v, *pages, *scales)
 
     def squares(self, x: Tensor, heads: int) -> Tensor:
         """[T, 1]: of all ``heads`` of all ranks, added in an order of their own; x: those here."""

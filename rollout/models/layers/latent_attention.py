@@ -62,8 +62,8 @@ class LatentAttention(nn.Module):
         latent = self.latent
         vector = x if self.q_a_proj is None else self.q_a_layernorm(self.q_a_proj(x))
         q, key = self.query(vector), self.key(x)
-        cache = kv.k
-        q = rope_and_cache(q, key, None, *cos_sin, cache, None, batch.slot_mapping)
+        cache, scales, slots = kv.k, kv.k_scales, batch.slot_mapping
+        q = rope_and_cache(q, key, None, *cos_sin, cache, None, slots, scales)
         if self.indexer is not None:
             assert kv.index is not None, "an index has pages of its own"
             self.indexer(x, vector, cos_sin, batch, kv.index)
@@ -74,7 +74,10 @@ class LatentAttention(nn.Module):
             rows = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
             places = rows, chosen.counts, chosen.slots
             cache = cache.view(-1, 1, 1, latent.cached)
-        out = paged_attention(q, cache, cache, *places, latent.scale)  # [T, heads, cached]
+            scales = None if scales is None else scales.view(-1, 1, 1)
+        out = paged_attention(
+            q, cache, cache, *places, latent.scale, k_scales=scales, v_scales=scales
+        )  # [T, heads, cached]
         values = self.kv_b_proj.values(out[..., latent.rope_dim :])
         projected: Tensor = self.o_proj(values.flatten(1))
         return projected
