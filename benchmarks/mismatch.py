@@ -1,7 +1,7 @@
 """Trainer minus rollout: logprobs of sampled tokens under an FSDP2 trainer and under this engine.
 
     python benchmarks/mismatch.py [--dtypes float32,bfloat16] [--tokens 10000] [--init small|peaked]
-        [--head-dtype auto|float32] [--deterministic] [--picture FILE.png]
+        [--head-dtype auto|float32] [--kv-cache-dtype int8] [--deterministic] [--picture FILE.png]
 
 The trainer is a transformers module with SDPA attention under FSDP2 on two gloo ranks, processes of
 their own: float32 parameters, and for bfloat16 FSDP's mixed precision, as trainers have it. It
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10000)
     parser.add_argument("--init", choices=("peaked", "small"), default="small")
     parser.add_argument("--head-dtype", choices=("auto", "float32"), default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of the engine")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--picture")
     parser.add_argument("--num-threads", type=int, default=2, help="of the engine")
@@ -98,6 +99,7 @@ def measure(name: str, args: argparse.Namespace) -> Tensor:
                 str(folder / "other"),
                 dtype=name,
                 head_dtype=args.head_dtype,
+                kv_cache_dtype=args.kv_cache_dtype,
                 deterministic=args.deterministic,
                 skip_tokenizer_init=True,
                 kv_cache_bytes=1 << 28,

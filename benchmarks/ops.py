@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout import kernels
+from rollout.kernels.kv_codes import LARGEST, to_codes
 from rollout.kernels.native import native_status, use_huge_pages
 from rollout.weights import PLAIN, Box, TileLayout, WeightSlot
 
@@ -93,6 +95,26 @@ def attention(rounds: int, quick: bool) -> None:
                 lambda a=arguments: kernels.paged_attention(*a),
                 sdpa(arguments, 1, tokens, tokens),
             )
+
+
+def codes(rounds: int, quick: bool) -> None:
+    """Attention over keys and values in 8 bits, beside bfloat16."""
+    for batch, queries, context in ((32, 1, 256), (8, 1, 4096), (1, 1, 32768), (1, 512, 4096)):
+        if quick and context > 4096:
+            continue
+        q, k, v, *rest = paged(batch, queries, context, torch.bfloat16)
+        runs: list[Callable[[], object]] = [partial(kernels.paged_attention, q, k, v, *rest)]
+        for kind in LARGEST:
+            (k_codes, k_scales), (v_codes, v_scales) = to_codes(k, kind), to_codes(v, kind)
+            scales = {"k_scales": k_scales, "v_scales": v_scales}
+            runs.append(partial(kernels.paged_attention, q, k_codes, v_codes, *rest, **scales))
+        plain, *others = medians(rounds, *runs)
+        told = "   ".join(
+            f"{str(kind)[6:]} {seconds * 1e6:9.1f} us, {plain / seconds:4.2f} x"
+            for kind, seconds in zip(LARGEST, others, strict=True)
+        )
+        name = f"paged_attention {batch} x {queries} of {context}"
+        print(f"{name:36} bfloat16 {plain * 1e6:9.1f} us   {told}")
 
 
 def long_contexts(rounds: int, threads: int) -> None:
@@ -289,7 +311,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--only",
-        help="attention, contexts, linears, scans, filters, small_ops, digests, changes or copies",
+        help="attention, codes, contexts, linears, scans, filters, small_ops, digests, changes or "
+        "copies",
     )
     parser.add_argument("--quick", action="store_true", help="shorter prefills only")
     options = parser.parse_args()
@@ -299,6 +322,7 @@ def main() -> None:
     with torch.inference_mode():
         parts = {
             "attention": lambda: attention(options.rounds, options.quick),
+            "codes": lambda: codes(options.rounds, options.quick),
             "contexts": lambda: long_contexts(options.rounds, options.threads),
             "linears": lambda: linears(options.rounds),
             "scans": lambda: scans(options.rounds),

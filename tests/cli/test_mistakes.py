@@ -177,7 +177,8 @@ def test_the_spellings_of_others_mean_ours() -> None:
         ("--tensor_parallel_size 2 --trust_remote_code", {"tensor_parallel_size": 2,
                                                           "trust_remote_code": True}),
         ("--gpu_memory_utilization=.5 --mem_fraction_static .5", {"gpu_memory_utilization": 0.5}),
-        ("--generation-config vllm --kv-cache-dtype=auto --seed 3", {"seed": 3}),
+        ("--generation-config vllm --kv-cache-dtype=fp8 --seed 3",
+         {"seed": 3, "kv_cache_dtype": "fp8_per_token_head"}),
         ("--distributed-executor-backend mp", {"executor": "multiprocess"}),
         ("--distributed_executor_backend=ray", {"executor": "ray"}),
         ("--hf-overrides {\"rope_theta\":2}", {"hf_overrides": {"rope_theta": 2}}),
@@ -253,7 +254,6 @@ def test_a_sampling_parameter_without_a_flag_is_told_where_it_is(run: Run, tiny:
         ("--max-total-tokens", "use --num-kv-blocks N, each of --block-size tokens"),
         ("--cuda-graph-max-bs", "use --cuda-graph-size, the batch sizes to capture"),
         ("--generation-config", "sampling defaults never apply silently"),
-        ("--kv-cache-dtype=fp8", "the KV cache has the dtype of the model"),
         ("--distributed-executor-backend=external_launcher", "use --executor"),
     ],
 )

@@ -451,6 +451,28 @@ def test_weights_that_captured_steps_dequantise_give_what_a_cpu_gives(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "arch"), [("int8", "qwen3"), ("fp8", "deepseek_v32")]
+)
+def test_keys_and_values_in_8_bits_give_what_a_cpu_gives(
+    tmp_path: Path, kind: str, arch: str
+) -> None:
+    """Captured, decodes and prompts, and after a sleep, which takes other memory."""
+    write_tiny(tmp_path, arch, num_layers=1, vocab_size=96)
+    settings = {"kv_cache_dtype": kind, "cuda_graph_prefill": 16, "block_size": 4}
+    found = []
+    for device in ("cuda", "cpu"):
+        with card_engine(tmp_path, device=device, **settings) as engine:
+            found.append([out.outputs[0] for out in engine.generate(PROMPTS, GREEDY)])
+            engine.sleep()
+            engine.wake_up()
+            found[-1] += [out.outputs[0] for out in engine.generate(PROMPTS[::-1], GREEDY)]
+    for ours, wanted in zip(*found, strict=True):
+        assert ours.token_ids == wanted.token_ids
+        pair = [torch.tensor(each.logprobs.raw) for each in (ours, wanted)]
+        torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
 def test_two_ranks_give_what_one_gives(tiny_qwen3: Path, trained: Any) -> None:
     """With captured collectives, before and after an update."""

@@ -244,10 +244,13 @@ INLINE void locate(const Problem *p, int sequence, int head, int first, int coun
 static void locate_scales(const Problem *p, int sequence, int head, int first, int count,
                           Scratch *s) {
     const int32_t *table = p->tables + (int64_t)sequence * p->table_width;
-    for (int j = 0; j < count; j++) {
-        int64_t page = table[(first + j) / p->block], offset = (first + j) % p->block;
-        int64_t at = (page * p->kv_block + head * p->kv_head) / p->dim + offset;
-        s->k_scales[j] = p->k_scales[at], s->v_scales[j] = p->v_scales[at];
+    int page = first / p->block, offset = first % p->block;
+    for (int j = 0; j < count; page++, offset = 0) {
+        int64_t at = ((int64_t)table[page] * p->kv_heads + head) * p->block + offset;
+        int run = count - j < p->block - offset ? count - j : p->block - offset;
+        memcpy(s->k_scales + j, p->k_scales + at, sizeof(float) * (size_t)run);
+        memcpy(s->v_scales + j, p->v_scales + at, sizeof(float) * (size_t)run);
+        j += run;
     }
     for (int j = count; j % VW; j++) s->k_scales[j] = s->v_scales[j] = 0;
 }
