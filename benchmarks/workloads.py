@@ -1,8 +1,7 @@
 """The workloads every runner here shares, as token-id prompts; the same seed gives the same ids.
 
 W1 one request; B8 and W2 batches of 8 and 32; W3 eight prompts of eight samples (GRPO groups);
-W4 eight prompts of four samples with ragged prompts and long-tailed lengths; C8 eight long
-contexts. For a GPU: D1 to D512
+W4 eight prompts of four samples with ragged prompts and long-tailed lengths. For a GPU: D1 to D512
 as many decoding sequences, P1 and P64 long prompts, L64 and L256 what RL samples. All greedy.
 """
 
@@ -17,7 +16,6 @@ UNIFORM = {
     "B8": (8, 1, 64, 128),
     "W2": (32, 1, 64, 128),
     "W3": (8, 8, 256, 128),
-    "C8": (8, 1, 4000, 64),
     "D1": (1, 1, 64, 256),
     "D32": (32, 1, 64, 256),
     "D256": (256, 1, 64, 256),

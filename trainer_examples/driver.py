@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -114,6 +115,7 @@ def parse_arguments(
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn")
     parser.add_argument("--ranks", type=int, default=2, help="of the trainer")
     parser.add_argument("--replicas", type=int, default=1, help="of the engine, updated as one")
+    parser.add_argument("--serve", default="", help='more flags of `rollout serve`, in one "..."')
     parser.add_argument("--layers", type=int, default=5, help="of the model")
     parser.add_argument(
         "--warmup-target", type=float, default=0.40, help="mean reward to start from"
@@ -141,8 +143,8 @@ def parse_arguments(
     ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.replicas > 1 and not args.service:
-        parser.error("--replicas: the trainer's ranks are the one engine of this example")
+    if (args.replicas > 1 or args.serve) and not args.service:
+        parser.error("--replicas, --serve: this example has an engine of its own, and no service")
     if args.samples < args.fewest_samples:
         parser.error(TOO_FEW_SAMPLES)
     if args.start is not None and not (args.start / "config.json").is_file():
@@ -164,6 +166,7 @@ def run(args: argparse.Namespace, display: Display, scratch: Path, script: Path)
         flags += ("--deterministic",)
     if args.replicas > 1:
         flags += ("--replicas", str(args.replicas))
+    flags += tuple(shlex.split(args.serve))
     with rollout_service(checkpoint, scratch / "service.log", *flags) as address:
         display.say(
             f"rollout service at {address}; {args.steps} steps on {args.ranks} trainer ranks"
