@@ -18,11 +18,11 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 _COMPONENT = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
+# As others write a dtype, and what is in a KV cache.
 _KV_DTYPES = {
     "int8": "int8_per_token_head",
     **dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3fn"), "fp8_per_token_head"),
 }
-# As others write a dtype.
 _DTYPES = {
     "half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
 }  # fmt: skip

@@ -25,7 +25,7 @@ from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
 from rollout.engine.worker.held_component import HeldComponent
-from rollout.engine.worker.kv_cache import KV_CODES, KVCache, KVShape
+from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.state_cache import StateShape
 from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.kernels.native import library, native_status
@@ -264,12 +264,10 @@ def _pages(
     if config.draft_component is not None:
         drafting = beside[config.draft_component].config
         assert drafting is not None
-        shape = KVShape.of_draft(
-            drafting, ranks, block_size, dtype, KV_CODES.get(config.kv_cache_dtype)
-        )
+        shape = KVShape.of_draft(drafting, ranks, block_size, dtype, config.kv_cache_dtype)
         draft = KVCache(shape, device)
     shape = KVShape.of(
-        model, ranks, block_size, dtype, _sparse_layers(model), KV_CODES.get(config.kv_cache_dtype)
+        model, ranks, block_size, dtype, _sparse_layers(model), config.kv_cache_dtype
     )
     return KVCache(shape, device, draft=draft)
 

@@ -451,9 +451,7 @@ def test_weights_that_captured_steps_dequantise_give_what_a_cpu_gives(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "arch"), [("int8", "qwen3"), ("fp8", "deepseek_v32")]
-)
+@pytest.mark.parametrize(("kind", "arch"), [("int8", "qwen3"), ("fp8", "deepseek_v32")])
 def test_keys_and_values_in_8_bits_give_what_a_cpu_gives(
     tmp_path: Path, kind: str, arch: str
 ) -> None:

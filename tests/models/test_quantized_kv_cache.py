@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: as transformers computes with a cache that rounds alike, and served."""
+"""Keys and values in 8 bits: as transformers computes with a cache that rounds alike; served."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from rollout import EngineConfig, Rollout, SamplingParams
+from rollout.api.diagnosing.diagnosis import diagnose
 from rollout.distributed import TensorParallel
-from rollout.engine.worker.kv_cache import KV_CODES
 from rollout.errors import ConfigError
 from rollout.models.config.model import ModelConfig
 from rollout.server.preflight import check
 
+KV_CODES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 ROWS = [29, 6, 43]  # beyond windows of seven
 KEPT_WHOLE = ("gemma2", "llama", "mistral", "olmo2", "qwen3", "gpt_oss", "qwen3_moe", "smollm3")
 ENGINE: dict[str, Any] = {
@@ -205,6 +206,13 @@ def test_what_cannot_be_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
     for start in (check, lambda config: Rollout(**config.to_dict())):
         with pytest.raises(ConfigError, match="'int8_per_token_head': GPT2LMHeadModel runs by mod"):
             start(refused)
+
+
+def test_a_comparison_of_layers_names_what_differs_from_the_start(tiny: Path) -> None:
+    settings = {**ENGINE, "kv_cache_dtype": "int8"}
+    named = pytest.raises(ConfigError, match="keeps keys and values as int8_per_token_head")
+    with Rollout(str(tiny / "own"), **settings) as rollout, named:
+        diagnose(rollout, str(tiny / "own"), sequences=1)
 
 
 def _logits(model: Any, ids: list[int], cache: DynamicCache) -> Tensor:

@@ -13,8 +13,8 @@ from rollout.models.config.model import ModelConfig
 from rollout.models.decoder.kv_groups import KVGroup, kv_groups
 from rollout.models.forward import LayerKV
 
-#: by ``kv_cache_dtype``; of others keys and values have the model's
-KV_CODES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
+# By ``kv_cache_dtype``; of "auto" keys and values have the model's.
+_CODES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class KVShape:
         block_size: int,
         dtype: torch.dtype,
         sparse_layers: int = 0,
-        codes: torch.dtype | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> Self:
         """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks."""
         model.check_blocks(block_size)
@@ -64,7 +64,8 @@ class KVShape:
             num_layers=len(model.paged_layers), without=model.feeding_layers, tensors=tensors,
             beside=tuple(i for i in model.recurrent_layers if i in model.paged_layers),
             indexed=model.indexed_layers, index_dim=0 if index is None else index.dim,
-            kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype, codes=codes,
+            kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
+            codes=_CODES.get(kv_cache_dtype),
             experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
             expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
             groups=kv_groups(model),
@@ -77,10 +78,11 @@ class KVShape:
         ranks: int,
         block_size: int,
         dtype: torch.dtype,
-        codes: torch.dtype | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> Self:
         """Of a draft model: one block table, of the policy's, is for all its layers."""
-        return replace(cls.of(model, ranks, block_size, dtype, codes=codes), groups=())
+        shape = cls.of(model, ranks, block_size, dtype, kv_cache_dtype=kv_cache_dtype)
+        return replace(shape, groups=())
 
     @property
     def page_layers(self) -> int:

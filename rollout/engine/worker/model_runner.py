@@ -26,7 +26,7 @@ from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.engine.worker.draft_runner import DraftRunner
 from rollout.engine.worker.graph_sets import GraphSets
 from rollout.engine.worker.held_component import HeldComponent
-from rollout.engine.worker.kv_cache import KV_CODES, KVCache, KVShape
+from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.load_trace import traced
 from rollout.engine.worker.state_cache import StateCache, StateShape
 from rollout.engine.worker.weight_instances import ModelInstances
@@ -115,7 +115,7 @@ class ModelRunner:
             config.block_size,
             self.dtype,
             kept,
-            KV_CODES.get(config.kv_cache_dtype),
+            config.kv_cache_dtype,
         )
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         pages = None if self._draft is None else self._draft.kv
@@ -222,7 +222,7 @@ class ModelRunner:
             self.tp.size,
             config.block_size,
             self.dtype,
-            KV_CODES.get(config.kv_cache_dtype),
+            config.kv_cache_dtype,
         )
         most = min(config.max_drafting(self.device.type), config.max_num_seqs)
         prompts = min(config.cuda_graph_prefill, most * (config.num_speculative_tokens + 1))

@@ -13,8 +13,8 @@
  * token are items of their own, so that one long context occupies all threads; whoever ends the
  * last adds them up.
  *
- * Codes of 8 bits are widened as they are laid out, to the same numbers of either kind; a key's scale
- * multiplies its scores, and a value's the weight of it.
+ * Codes of 8 bits are widened as they are laid out; the scale of a key multiplies its scores, that of
+ * a value its weights.
  *
  * Every row sums its keys in the same order whatever tile, batch or thread it is in: its bits
  * depend on its own sequence only. */
