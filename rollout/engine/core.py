@@ -71,8 +71,7 @@ from rollout.errors import (
 )
 from rollout.generation import Request
 from rollout.generation.metrics import EngineCounters, EngineStats
-from rollout.loader import copy_side_files, portable, resolve_component
-from rollout.loader.sharded_state import remove_others
+from rollout.loader import complete_save, portable, resolve_component
 from rollout.models.config.model import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
 from rollout.wire.frames import Reply, dtype_from_name
@@ -294,22 +293,12 @@ class EngineCore:
                 if left < 2 * _LOOK:
                     raise
                 time.sleep(_LOOK)
-        self._complete_checkpoints(directory)
+        sources = {directory: Path(self._directory)}
+        for component, path in self.config.components.items():
+            sources[directory / component] = resolve_component(path)
+        for place, source in sources.items():
+            complete_save(place, self.config.tensor_parallel_size, source)
         return int(replies[0][0]["version"])
-
-    def _complete_checkpoints(self, directory: Path) -> None:
-        """What a save puts beside the ranks' files, of the model and of each component."""
-        places = {"": Path(self._directory)}
-        places |= {n: resolve_component(path) for n, path in self.config.components.items()}
-        for component, source in places.items():
-            remove_others(directory / component, self.config.tensor_parallel_size)
-            try:
-                copy_side_files(source, directory / component)
-            except OSError as error:
-                raise ConfigError(
-                    f"config and tokenizer of {source} were not copied to {directory / component} "
-                    f"({error}); mend that and save again"
-                ) from error
 
     def close(self) -> None:
         """End everything: pending calls get ``EngineClosed``, ranks end. Idempotent."""

@@ -2,7 +2,6 @@
 
 from rollout.loader.checkpoint import Checkpoint, open_checkpoint, open_location
 from rollout.loader.hub import (
-    copy_side_files,
     has_tokenizer,
     resolve_component,
     resolve_model,
@@ -17,7 +16,7 @@ from rollout.loader.registry import (
     register_loader,
 )
 from rollout.loader.remote import is_remote
-from rollout.loader.sharded_state import save_shard
+from rollout.loader.sharded_state import complete_save, save_shard
 from rollout.weights.files import Files
 
 __all__ = [
@@ -25,7 +24,7 @@ __all__ = [
     "Files",
     "LoadRequest",
     "Loader",
-    "copy_side_files",
+    "complete_save",
     "find_loader",
     "has_tokenizer",
     "is_remote",

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.errors import ConfigError
+from rollout.loader.hub import copy_side_files
 from rollout.weights import Box, TensorMeta, WeightSlot
 from rollout.weights.files.safetensors_files import META, SafetensorsFiles, read_header
 from rollout.weights.files.shards import Shards
@@ -72,10 +73,21 @@ def save_shard(
     return path.stat().st_size
 
 
-def remove_others(directory: Path, size: int) -> None:
-    """Remove what another number of ranks than ``size`` saved there: with it a save is no
-    checkpoint. Raises ``ConfigError`` where it cannot be removed.
+def complete_save(directory: Path, size: int, source: Path) -> None:
+    """Put config and tokenizer of ``source`` beside the files of ``size`` ranks, and remove those
+    of another number, with which a save is no checkpoint. Raises ``ConfigError`` where it fails.
     """
+    _remove_others(directory, size)
+    try:
+        copy_side_files(source, directory)
+    except OSError as error:
+        raise ConfigError(
+            f"config and tokenizer of {source} were not copied to {directory} ({error}); mend that "
+            "and save again"
+        ) from error
+
+
+def _remove_others(directory: Path, size: int) -> None:
     for path in (*directory.glob(PATTERN), *directory.glob("rank-*-of-*.part")):
         if path.stem.endswith(f"-of-{size:05d}"):
             continue
