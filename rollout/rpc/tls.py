@@ -10,7 +10,8 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -118,13 +119,11 @@ class ServerTls:
         return self._loaded(found)
 
     def _loaded(self, found: ssl.SSLContext) -> ssl.SSLContext:
-        try:
+        with _usable(self.cert, self.key, self.client_ca):
             _load_pair(found, self.cert, self.key)
             if self.client_ca is not None:
                 found.load_verify_locations(self.client_ca)
                 found.verify_mode = ssl.CERT_REQUIRED
-        except OSError as error:  # ssl's errors are among them
-            raise _unusable(error, self.cert, self.key, self.client_ca) from None
         return found
 
 
@@ -170,10 +169,8 @@ class ClientTls:
         if self.cert is not None:
             plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             plain.set_ciphers(_ANY_KEY)
-            try:
+            with _usable(self.cert, self.key):
                 _load_pair(plain, self.cert, self.key)
-            except OSError as error:
-                raise _unusable(error, self.cert, self.key) from None
         return grpc.ssl_channel_credentials(
             _read(self.ca, "authority"),
             None if self.key is None else _read(self.key, "key"),
@@ -300,13 +297,10 @@ def client_context(tls: ClientTls | None, protocol: str) -> ssl.SSLContext:
         found.check_hostname = False
         found.verify_mode = ssl.CERT_NONE
         return found
-    text = tls.ca_text
-    try:
-        found.load_verify_locations(cadata=text)
+    with _usable(tls.cert, tls.key):
+        found.load_verify_locations(cadata=tls.ca_text)
         if tls.cert is not None:
             _load_pair(found, tls.cert, tls.key)
-    except OSError as error:  # ssl's errors are among them
-        raise _unusable(error, tls.cert, tls.key) from None
     return found
 
 
@@ -320,10 +314,15 @@ def _load_pair(context: ssl.SSLContext, cert: str, key: str | None) -> None:
     context.load_cert_chain(cert, key, encrypted)
 
 
-def _unusable(error: OSError, *paths: str | None) -> ConfigError:
-    absent = next((path for path in paths if path and not Path(path).is_file()), None)
-    why = error if absent is None else f"{absent} is no file"
-    return ConfigError(f"the TLS files cannot be used: {why}")
+@contextmanager
+def _usable(*paths: str | None) -> Iterator[None]:
+    """``ConfigError`` where files of these cannot be loaded."""
+    try:
+        yield
+    except OSError as error:  # ssl's errors are among them
+        absent = next((path for path in paths if path and not Path(path).is_file()), None)
+        why = error if absent is None else f"{absent} is no file"
+        raise ConfigError(f"the TLS files cannot be used: {why}") from None
 
 
 def _read(path: str, what: str) -> bytes:
