@@ -290,6 +290,7 @@ class StepLoop:
             log.error("a step failed", exc_info=error)
             text = f"a step failed: {type(error).__name__}: {error}"
             failure = error if isinstance(error, RolloutError) else EngineError(text)
+            self._scheduler.blocks.forget_drafted()
             self._outputs.fail(failure, {entry.sequence.request_id for entry in batch.entries})
 
     def _begin(self, batch: ScheduledBatch) -> _Begun | None:

@@ -12,6 +12,8 @@ import pytest
 from tiny_models import write_tiny
 
 from rollout import EngineConfig, RequestOutput, Rollout, SamplingParams
+from rollout.engine.scheduling.block_manager import BlockManager
+from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.server.preflight import Preflight, check
 
@@ -148,6 +150,39 @@ def test_preempted_samples_are_drafted_for_again(tiny: dict[str, Path], wanted: 
         found = engine.generate(PROMPTS, SAMPLED)
         assert engine.metrics().preemptions_total > 0
         assert answers(found) == answers(wanted.of[id(SAMPLED)])
+        right, drafted = rates(engine)
+        assert right == drafted > 50
+
+
+@pytest.mark.parametrize("name", ["own", "sliding"])
+def test_a_prompt_is_read_once_for_all_that_share_its_blocks(
+    tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By samples of one request, in the step in which all begin, and by those that find it again,
+    a next turn among them; after an update it is read again.
+    """
+    read: list[int] = []
+    note = BlockManager.note_drafted
+
+    def noted(blocks: BlockManager, seq: Sequence, context: range) -> None:
+        read.append(len(context))
+        note(blocks, seq, context)
+
+    monkeypatch.setattr(BlockManager, "note_drafted", noted)
+    prompt = [(7 * i) % 300 for i in range(66)]
+    four = SamplingParams(max_tokens=9, temperature=1.0, seed=1, n=4, ignore_eos=True)
+    own = 4 * (9 + 8 + 2)  # what each gives, and the rest of the prompt behind whole blocks
+    settings = {"enable_prefix_caching": True}
+    with Rollout(str(tiny[name]), **drafted_by(tiny[name], **settings)) as engine:
+        for turn, least in ((prompt, 64), (prompt, 0), ([*prompt, *HEAD], 16)):
+            read.clear()
+            [output] = engine.generate([turn], four)
+            assert least < sum(read) <= least + own
+            assert len(output.outputs) == 4
+        engine.update_weights(str(tiny[name]))
+        read.clear()
+        engine.generate([prompt], four)
+        assert 64 < sum(read) <= 64 + own
         right, drafted = rates(engine)
         assert right == drafted > 50
 

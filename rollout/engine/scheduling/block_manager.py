@@ -24,12 +24,16 @@ _DIGEST_BYTES = 16
 
 
 class Block:
-    """One page: how many block tables hold it and, when hashed, its place in a chain."""
+    """One page: how many block tables hold it and, when hashed, its place in a chain.
 
-    __slots__ = ("hash", "parent", "ref_count", "tokens")
+    ``drafted``: a draft model has computed its positions, too.
+    """
+
+    __slots__ = ("drafted", "hash", "parent", "ref_count", "tokens")
 
     def __init__(self) -> None:
         self.ref_count = 0
+        self.drafted = False
         self.forget()
 
     def forget(self) -> None:
@@ -234,6 +238,32 @@ class BlockManager:
         self._give_back(seq.block_table[count:])
         del seq.block_table[count:]
 
+    def drafted_until(self, seq: Sequence) -> int:
+        """Up to where a draft model has what it needs of ``seq``, but for its last token: by steps
+        of ``seq``, or of others that it shares blocks with.
+        """
+        table, index = self._lasting(seq), seq.num_drafted // self.block_size
+        count = min(len(table), (seq.num_tokens - 1) // self.block_size)
+        while index < count and self._blocks[table[index]].drafted:
+            index += 1
+        return max(seq.num_drafted, index * self.block_size)
+
+    def note_drafted(self, seq: Sequence, context: range) -> None:
+        """The step that is made computes ``context`` of ``seq`` by a draft model."""
+        table, size = self._lasting(seq), self.block_size
+        # What was drafted and right since the last one may have completed a block before it.
+        for index in range(max(0, context.start // size - 1), context.stop // size):
+            self._blocks[table[index]].drafted = True
+
+    def forget_drafted(self) -> None:
+        """A step has failed, and may not have computed what was noted."""
+        for block in self._blocks:
+            block.drafted = False
+
+    def _lasting(self, seq: Sequence) -> list[int]:
+        """The blocks by which a draft model goes: of every position."""
+        return seq.more_tables[-1] if seq.more_tables else seq.block_table
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's full prompt blocks, all but the prompt's last token, with ``child``.
 
@@ -377,7 +407,7 @@ class BlockManager:
                 if self.states is not None:
                     self.states.forget(block.hash)
             block.forget()
-        block.ref_count = 1
+        block.ref_count, block.drafted = 1, False
         return block_id
 
     def _give_back(self, blocks: list[int]) -> None:

@@ -265,11 +265,13 @@ class Scheduler:
             seq = entry.sequence
             if not budget or seq.reads_tokens or not entry.draws_alone:
                 continue
+            seq.num_drafted = self.blocks.drafted_until(seq)
             tokens, context = drafter.draft(seq, budget)
             if tokens and not self.blocks.grow(seq, coming=len(tokens)):
                 continue
             if context:
                 entry.draft_context, seq.num_drafted = context, context.stop
+                self.blocks.note_drafted(seq, context)
                 batch.runs_draft = True
             entry.drafts, entry.num_new = tokens, 1 + len(tokens)
             budget -= len(tokens) + len(context)
