@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,7 +74,7 @@ def resolve_model(
 def resolve_component(path: str) -> Path:
     """What is held beside a model: a directory, with or without a config, or a hub id."""
     directory = Path(path).expanduser()
-    return directory if directory.is_dir() else resolve_model(path)
+    return directory if os.path.isdir(directory) else resolve_model(path)
 
 
 def resolve_tokenizer(tokenizer: str, revision: str | None = None, *, code: bool = False) -> Path:
@@ -107,21 +108,22 @@ def _not_of_the_hub(
         return fetch_modelscope(where, revision, kinds)
     path = Path(where).expanduser()
     remote = is_remote(where)
-    if revision is not None and (remote or path.exists()):
+    there = os.path.exists(path)  # pathlib raises where a name is too long to be one
+    if revision is not None and (remote or there):
         raise ConfigError(
             f"{setting}={revision!r} is of a hub id, and {where} is a "
             f"{'URL' if remote else 'directory'}: leave it out"
         )
     if remote:
         return fetch_side_files(where)
-    if path.is_dir():
+    if there and path.is_dir():
         return path
-    if path.exists():
+    if there:
         raise ConfigError(f"{path} is a file; give the directory it lies in")
     if not _HUB_ID.fullmatch(where):
         address = re.fullmatch(r"\S+:\d+", where) is not None
         remedy = "to use a service at an address: Rollout.connect" if address else "check the path"
-        raise ConfigError(f"{where!r} is no directory here and no hub id; {remedy}")
+        raise ConfigError(f"{where!r:.300} is no directory here and no hub id; {remedy}")
     return None
 
 

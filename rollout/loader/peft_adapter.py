@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from contextlib import closing
@@ -71,6 +72,8 @@ class PeftAdapter:
     @classmethod
     def read(cls, path: Path) -> PeftAdapter:
         """Raises ``ConfigError`` naming what is missing or not supported."""
+        if not os.path.isdir(path):  # pathlib raises where a name is too long to be one
+            raise ConfigError(f"{path!s:.300} is not a directory; give {ADAPTER_DIRECTORY}")
         weights = sorted(path.glob("*.safetensors"))
         as_they_were = AsTheyWere([path / "adapter_config.json", *weights])
         settings = _settings(path)
@@ -140,8 +143,6 @@ class PeftAdapter:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a directory; give {ADAPTER_DIRECTORY}")
     try:
         settings = json.loads((path / "adapter_config.json").read_text())
         rank = int(settings["r"])

@@ -170,6 +170,8 @@ def test_a_source_that_holds_nothing_is_an_error(tmp_path: Path) -> None:
 def test_a_path_that_is_no_directory_is_told_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'no/such/directory': no such directory here"):
         detect("no/such/directory")
+    with pytest.raises(ConfigError, match=r"'aaa.*aaa: no such directory here; check the path"):
+        detect("a" * 5000)
     file = tmp_path / "model.safetensors"
     file.touch()
     for path in (file, str(file)):

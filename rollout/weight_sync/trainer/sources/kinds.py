@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import ItemsView, Iterable, Mapping
 from itertools import chain
@@ -35,11 +36,11 @@ def kind_of(obj: Any) -> str:
     if isinstance(obj, str | Path):
         if isinstance(obj, str) and not obj.strip():  # it would be the working directory
             raise ConfigError("the source is an empty text; give a checkpoint directory's path")
-        if Path(obj).is_dir():
+        if os.path.isdir(obj):
             return "directory"
-        if Path(obj).exists():
+        if os.path.exists(obj):
             raise ConfigError(f"{obj} is a file; give the directory it lies in")
-        raise ConfigError(f"{str(obj)!r}: no such directory here; check the path")
+        raise ConfigError(f"{str(obj)!r:.300}: no such directory here; check the path")
     if _holds_dtensors(obj):
         return "fsdp2"
     if isinstance(obj, (Mapping, *READ_TWICE)):
