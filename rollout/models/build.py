@@ -119,11 +119,15 @@ def slots_beside(
 
 
 def check_kv_codes(model: Model, name: str) -> None:
-    """``ConfigError`` where a model cannot have keys and values as the codes of that name."""
-    if name != "auto" and not isinstance(model.policy, CausalLM):
+    """``ConfigError`` where a model cannot have keys and values as the codes of that name: whose
+    modules read pages themselves, or keep what they need in caches of their own.
+    """
+    config = model.config
+    by_interface = config.hf_values is not None and config.kept is None
+    if name != "auto" and not by_interface and not isinstance(model.policy, CausalLM):
         raise ConfigError(
-            f"kv_cache_dtype={name!r}: {model.config.architecture} runs by modules that are not "
-            "rollout's own, and read pages of the model's dtype alone; leave it at auto"
+            f"kv_cache_dtype={name!r}: {config.architecture} attends by modules that are not "
+            "rollout's own, and keep keys and values of the model's dtype alone; leave it at auto"
         )
 
 

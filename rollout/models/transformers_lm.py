@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.errors import ConfigError
 from rollout.kernels import paged_attention
+from rollout.kernels.rope_and_cache import store
 from rollout.models.foreign import box_of, storage_id
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
@@ -51,7 +52,7 @@ class TransformersCausalLM(Model):
         inner, self.table = made or _made(build)
         self.inner = inner
         self._keeps_rows = "logits_to_keep" in inspect.signature(inner.forward).parameters
-        self.step = _Pages()
+        self.step = _Pages(build.dtype)
         self.token_wise = False  # what follows on a state, one token after the other
         self.together = Together.PADDED
         if config.kept is None:
@@ -148,12 +149,13 @@ class _Pages:
 
     positions: Tensor | None = None  # [1, T], of the step
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype  # of what is stored and attended by, whatever modules compute in
         self._batch: ForwardBatch | None = None
         self._kv: Iterator[LayerKV] = iter(())
 
     def __deepcopy__(self, memo: Any) -> _Pages:
-        return _Pages()  # a copy of the modules is bound to a step of its own
+        return _Pages(self._dtype)  # a copy of the modules is bound to a step of its own
 
     def begin(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> None:
         self._batch, self._kv = batch, iter(kv)
@@ -164,12 +166,18 @@ class _Pages:
         q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         width, block, heads = kv.k.shape[3], kv.k.shape[2], k.shape[1]
         pages, offsets = batch.slot_mapping // block, batch.slot_mapping % block
-        for cache, new in ((kv.k, k), (kv.v, v)):
-            cache[pages, :heads, offsets] = _widened(new, width).to(cache.dtype)
+        k_pages, v_pages, k_scales, v_scales = (
+            None if each is None else each[:, :heads]
+            for each in (kv.k, kv.v, kv.k_scales, kv.v_scales)
+        )
+        assert k_pages is not None
+        assert v_pages is not None
+        for cache, scales, new in ((k_pages, k_scales, k), (v_pages, v_scales, v)):
+            store(_widened(new, width).to(self._dtype), cache, scales, pages, offsets)
         out = paged_attention(
-            _widened(q, width).to(kv.k.dtype).contiguous(),
-            kv.k[:, :heads],
-            kv.v[:, :heads],
+            _widened(q, width).to(self._dtype).contiguous(),
+            k_pages,
+            v_pages,
             batch.query_starts,
             batch.context_lens,
             batch.block_tables,
@@ -177,6 +185,8 @@ class _Pages:
             call.window,
             call.softcap,
             call.sinks,
+            k_scales,
+            v_scales,
         )
         return out[None, ..., : v.shape[-1]].to(call.query.dtype)
 

@@ -11,7 +11,13 @@ import torch
 from rank_threads import Session, loaded, prompts, run_ranks
 from tiny_models import ARCHITECTURES, write_tiny
 from torch import Tensor
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.api.diagnosing.diagnosis import diagnose
@@ -200,12 +206,33 @@ def test_what_others_call_them_is_known(given: Any, meant: str) -> None:
 def test_what_cannot_be_is_refused_by_name(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype must be one of auto, int8_per_.*e5m2"):
         EngineConfig(model="m", kv_cache_dtype="fp8_e5m2")
-    sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 256, "vocab_size": 64}
-    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "vocab_size": 64}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path)
     refused = EngineConfig(model=str(tmp_path), **{**ENGINE, "kv_cache_dtype": "int8"})
     for start in (check, lambda config: Rollout(**config.to_dict())):
-        with pytest.raises(ConfigError, match="'int8_per_token_head': GPT2LMHeadModel runs by mod"):
+        with pytest.raises(ConfigError, match="'int8_per_token_head': MambaForCausalLM attends by"):
             start(refused)
+
+
+@pytest.mark.parametrize("kind", KV_CODES)
+def test_modules_of_transformers_attend_over_rounded_pages_too(tmp_path: Path, kind: str) -> None:
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 128, "vocab_size": 320}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.3)).eval()
+    model.save_pretrained(tmp_path)
+    settings = {**ENGINE, "kv_cache_dtype": kind, "max_num_batched_tokens": 16}
+    with Rollout(str(tmp_path), **settings) as rollout:
+        outputs = rollout.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = [*prompt, *output.outputs[0].token_ids]
+        wanted, plain = (
+            _logits(model, ids, cache)[len(prompt) - 1 : -1].log_softmax(-1)
+            for cache in (RoundedCache(kind), DynamicCache())
+        )
+        at = torch.tensor(ids[len(prompt) :])[:, None]
+        ours = torch.tensor(list(output.outputs[0].logprobs.raw))
+        off, rounding = ((each.gather(1, at)[:, 0] - ours).abs().mean() for each in (wanted, plain))
+        assert off < rounding / 20
 
 
 def test_a_comparison_of_layers_names_what_differs_from_the_start(tiny: Path) -> None:
