@@ -110,6 +110,25 @@ EXPORT void rollout_silu_mul(const void *x, int64_t stride, void *out, int64_t r
     else gate(x, stride, out, rows, dim, threads, 0);
 }
 
+/* x [dim] as codes; returns their scale, which is NaN where an element is not finite. */
+static float to_codes(const void *x, int64_t dim, int bf16, int kind, char *to) {
+    vf most = splat(0), bad = splat(0);
+    for (int64_t d = 0; d < dim; d += VW) {
+        vf v = load_at(x, d, dim, bf16);
+        most = vmax(most, (vf)((vi)v & 0x7fffffff));
+        bad += v - v;
+    }
+    float top = reduce_max(most), largest = kind == E4M3 ? 448 : 127;
+    if (!(top > 1e-30f)) top = 1e-30f;
+    vf by = splat(largest / top);
+    for (int64_t d = 0; d < dim; d += VW) {
+        vf v = load_at(x, d, dim, bf16) * by;
+        vb b = shrink_bytes(kind == E4M3 ? to_e4m3(v) : nearest(v));
+        memcpy(to + d, &b, (size_t)(dim - d < VW ? dim - d : VW));
+    }
+    return top / largest + reduce_sum(bad);
+}
+
 INLINE void turn(const Turn *p, int64_t t, int bf16, int wide) {
     int64_t size = bf16 ? 2 : 4, table = bf16 && !wide ? 2 : 4;
     const char *cos = p->cos + t * p->width * table, *sin = p->sin + t * p->width * table;
