@@ -130,7 +130,7 @@ def service(args: argparse.Namespace, scratch: Path) -> Iterator[str]:
         yield args.address
         return
     flags = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--max-num-seqs", "512")
-    flags += ("--replicas", str(args.replicas))
+    flags += ("--replicas", str(args.replicas), *args.serve)
     with rollout_service(scratch / "warm", scratch / "service.log", *flags) as address:
         yield address
 
@@ -180,6 +180,8 @@ def main() -> int:
     args = parse_arguments(__doc__ or "", defaults, FLAGS)
     if args.address and args.start is None:
         sys.exit("--address needs --start, the checkpoint that the service was started from")
+    if args.address and args.serve:
+        sys.exit("--serve is of a service that is started here, not of the one at --address")
     return drive_alone(args, run, goal=0.7, gain=1.5)
 
 

@@ -115,7 +115,9 @@ def parse_arguments(
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn")
     parser.add_argument("--ranks", type=int, default=2, help="of the trainer")
     parser.add_argument("--replicas", type=int, default=1, help="of the engine, updated as one")
-    parser.add_argument("--serve", default="", help='more flags of `rollout serve`, in one "..."')
+    parser.add_argument(
+        "--serve", type=shlex.split, default=[], help='more flags of `rollout serve`, in one "..."'
+    )
     parser.add_argument("--layers", type=int, default=5, help="of the model")
     parser.add_argument(
         "--warmup-target", type=float, default=0.40, help="mean reward to start from"
@@ -166,7 +168,7 @@ def run(args: argparse.Namespace, display: Display, scratch: Path, script: Path)
         flags += ("--deterministic",)
     if args.replicas > 1:
         flags += ("--replicas", str(args.replicas))
-    flags += tuple(shlex.split(args.serve))
+    flags += tuple(args.serve)
     with rollout_service(checkpoint, scratch / "service.log", *flags) as address:
         display.say(
             f"rollout service at {address}; {args.steps} steps on {args.ranks} trainer ranks"

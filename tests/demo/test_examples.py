@@ -224,6 +224,7 @@ def test_one_sample_of_a_prompt_is_refused_before_anything_is_trained(
     ("flags", "main"),
     [
         (("--replicas", "2"), lambda: drive(Path("grpo.py"), "", service=False)),
+        (("--serve", "--kv-cache-dtype int8"), grpo_draft.main),
         (("--ranks", "2"), async_grpo.main),
         (("--deterministic",), async_grpo.main),
         (("--deterministic",), grpo_draft.main),
