@@ -116,7 +116,7 @@ def parse_arguments(
     parser.add_argument("--ranks", type=int, default=2, help="of the trainer")
     parser.add_argument("--replicas", type=int, default=1, help="of the engine, updated as one")
     parser.add_argument(
-        "--serve", type=shlex.split, default=[], help='more flags of `rollout serve`, in one "..."'
+        "--serve", type=shlex.split, default="", help='more flags of `rollout serve`, in one "..."'
     )
     parser.add_argument("--layers", type=int, default=5, help="of the model")
     parser.add_argument(
