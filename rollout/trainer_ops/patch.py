@@ -104,11 +104,12 @@ def patch(
     mixed precision casts them. ``max_model_len``: longest sequence, by default the config's.
 
     Then equal weights give equal bits: logits of any engine with ``deterministic=True`` on a CPU of
-    the same kind, on 1, 2 or 4 ranks, whatever batches are; take logprobs by ``token_logprobs`` or
-    ``logprobs_of``. The model takes ids [samples, tokens] padded on either side (2-D
-    ``attention_mask``), or packed (``position_ids`` that begin at 0 with each sequence); positions
-    are counted where none are given. Gradients are those of the same formulas in plain torch at the
-    forward's values; there is none of second order, no KV cache, and no ``torch.compile``.
+    the same kind, on 1, 2 or 4 ranks, whatever batches are, unless its ``kv_cache_dtype`` rounds
+    keys and values; take logprobs by ``token_logprobs`` or ``logprobs_of``. The model takes ids
+    [samples, tokens] padded on either side (2-D ``attention_mask``), or packed (``position_ids``
+    that begin at 0 with each sequence); positions are counted where none are given. Gradients are
+    those of the same formulas in plain torch at the forward's values; there is none of second
+    order, no KV cache, and no ``torch.compile``.
 
     ``ConfigError`` names what of the model cannot be done; a call raises ``InvalidRequest``.
     """
