@@ -168,19 +168,8 @@ def _turn(
         start = place * DIM
         _rotate(
             *(x, k_head, k_out + start, stride, k_scales + place, page, head, count, cos, sin),
-            *(
-                k_weight,
-                eps,
-                offset,
-                DIM,
-                HALF,
-                HALF_BLOCK,
-                REST_BLOCK,
-                WIDE,
-                NORM,
-                NORM_WIDE,
-                KIND,
-            ),
+            *(k_weight, eps, offset, DIM, HALF, HALF_BLOCK, REST_BLOCK),
+            *(WIDE, NORM, NORM_WIDE, KIND),
         )
         if VALUES:
             column = tl.arange(0, DIM_BLOCK)
