@@ -180,6 +180,23 @@ def test_scales_of_activations_and_of_the_cache_are_passed_over(tmp_path, form):
             assert engine.check_weights(str(tmp_path)).equal
 
 
+def test_a_release_that_says_scales_of_the_cache_alone_is_one_of_floats(tmp_path):
+    source = write_tiny(tmp_path, "qwen3")
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    said = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
+    scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.ones(1) for i in (0, 1) for x in "kv"}
+    save_file(load_file(file) | scales, file)
+    for kind in ("auto", "fp8"):
+        settings = {"dtype": "float32", "max_model_len": 64, "kv_cache_dtype": kind}
+        with Rollout(str(tmp_path), device="cpu", quantization="auto", **settings) as engine:
+            assert engine.update_weights(source.state_dict() | scales).version == 1
+            assert engine.check_weights(str(tmp_path)).equal
+            if kind == "auto":
+                matches(engine, source)
+
+
 def matches(engine, oracle) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0)
     [[said]] = [output.outputs for output in engine.generate([PROMPT], params)]

@@ -22,7 +22,7 @@ PENDING = 1 << 25  # elements that may wait for others beside two of the largest
 DIGESTS = "quantized_digests"  # of a model: [quantised slots, 3] int64; see ``quantized.py``
 
 # Trailing name components that checkpoints may carry and no parameter takes.
-IGNORED: tuple[tuple[str, ...], ...] = (("rotary_emb", "inv_freq"),)
+IGNORED: tuple[tuple[str, ...], ...] = (("rotary_emb", "inv_freq"), ("k_scale",), ("v_scale",))
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,8 @@ def scheme_name(packed: Mapping[str, object] | None, file: str) -> str:
         return MXFP4.name
     if packed is None or is_packed_config(packed) or method not in ("fp8", COMPRESSED):
         return "none"
+    if method == COMPRESSED and not packed.get("config_groups"):  # of the cache alone
+        return "none"
     block = block_size(packed, file)
     if method == COMPRESSED and _weights(packed)[0].get("type") == "int":
         return "none" if block else "int8"
@@ -185,6 +187,8 @@ def block_size(packed: Mapping[str, object], file: str) -> Block | None:
 def _compressed(packed: Mapping[str, object], file: str) -> Block | None:
     """As compressed-tensors says it, by groups of modules, of which one grid is read."""
     found = set()
+    if not packed.get("config_groups"):
+        return None
     for weights in _weights(packed):
         strategy, bits = weights.get("strategy"), weights.get("num_bits")
         if bits != 8 or strategy not in ("tensor", "channel", "block"):
