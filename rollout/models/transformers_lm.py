@@ -166,18 +166,13 @@ class _Pages:
         q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         width, block, heads = kv.k.shape[3], kv.k.shape[2], k.shape[1]
         pages, offsets = batch.slot_mapping // block, batch.slot_mapping % block
-        k_pages, v_pages, k_scales, v_scales = (
-            None if each is None else each[:, :heads]
-            for each in (kv.k, kv.v, kv.k_scales, kv.v_scales)
-        )
-        assert k_pages is not None
-        assert v_pages is not None
-        for cache, scales, new in ((k_pages, k_scales, k), (v_pages, v_scales, v)):
-            store(_widened(new, width).to(self._dtype), cache, scales, pages, offsets)
+        caches = kv.k[:, :heads], kv.v[:, :heads]
+        scales = [None if x is None else x[:, :heads] for x in (kv.k_scales, kv.v_scales)]
+        for new, cache, own in zip((k, v), caches, scales, strict=True):
+            store(_widened(new, width).to(self._dtype), cache, own, pages, offsets)
         out = paged_attention(
             _widened(q, width).to(self._dtype).contiguous(),
-            k_pages,
-            v_pages,
+            *caches,
             batch.query_starts,
             batch.context_lens,
             batch.block_tables,
@@ -185,8 +180,7 @@ class _Pages:
             call.window,
             call.softcap,
             call.sinks,
-            k_scales,
-            v_scales,
+            *scales,
         )
         return out[None, ..., : v.shape[-1]].to(call.query.dtype)
 

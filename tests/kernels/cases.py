@@ -238,6 +238,8 @@ def _attentions() -> Iterator[Case]:
         for codes in LARGEST if name in CODED else ():
             coded = partial(make, shape={**shape, "codes": codes})
             yield Case("paged_attention", f"{name}, {codes}", coded)
+            if name == "mixed":
+                yield Case("batch_invariant_attention", f"{name}, {codes}", coded)
         if name in ("decodes", "mixed", "head dim 24", "all three"):
             yield Case("batch_invariant_attention", name, make)
 
