@@ -20,9 +20,10 @@ from rollout.wire.spellings import near
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # What PEFT puts beside the weights it adapts: meaningless to an engine, but merged into them.
 ADAPTER = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save"})
-# Derived from the configuration, never trained; some old checkpoints and models still carry it. And
-# the scales of a cache, of whole tensors: here each token has its own.
-DERIVED = frozenset({"inv_freq", "k_scale", "v_scale"})
+# Of a cache, for whole tensors: here each token has its own.
+CACHE_SCALES = ("k_scale", "v_scale")
+# Derived from the configuration, never trained; some old checkpoints and models still carry it.
+DERIVED = frozenset({"inv_freq", *CACHE_SCALES})
 # Held in float32 by trainers, and read so here: steps of their training are lost in bfloat16. They
 # are added to scores, say how a state goes on, or are the norms of DoRA.
 WIDE = frozenset({"e_score_correction_bias", "A_log", "dt_bias", "D", "lora_magnitude_vector"})

@@ -262,7 +262,7 @@ class BlockManager:
 
     def _lasting(self, seq: Sequence) -> list[int]:
         """The blocks by which a draft model goes: of every position."""
-        return seq.more_tables[-1] if seq.more_tables else seq.block_table
+        return seq.block_table
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's full prompt blocks, all but the prompt's last token, with ``child``.

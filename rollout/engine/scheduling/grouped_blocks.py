@@ -135,6 +135,10 @@ class GroupedBlockManager(BlockManager):
                 self._give_back(tables[index][seq.gone[index] : first])
                 seq.gone[index] = first
 
+    def _lasting(self, seq: Request) -> list[int]:
+        *_, last = _tables(seq)
+        return last
+
     def fork(self, parent: Request, child: Request) -> None:
         assert not child.block_table
         count = self._prompt_end(child) // self.block_size

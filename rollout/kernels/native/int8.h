@@ -13,23 +13,6 @@
 #define VNNI 0
 #endif
 
-INLINE vi rounded(vf v) {
-#if VW == 16
-    return (vi)_mm512_cvtps_epi32((__m512)v);
-#else
-    return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, vi);
-#endif
-}
-INLINE void store_bytes(uint8_t *to, vi v, int n) {
-#if VW == 16
-    if (n == VW) {
-        _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)v));
-        return;
-    }
-#endif
-    for (int j = 0; j < n; j++) to[j] = (uint8_t)v[j];
-}
-
 /* The codes of one row, plus `offset`, and its scale; a row with a NaN has none that is finite. */
 static float quantize_row(const void *x, int64_t inputs, int bf16, int offset, uint8_t *codes) {
     vf most = splat(0);

@@ -12,11 +12,9 @@ typedef uint8_t vub __attribute__((vector_size(VW)));
 #if VW == 16
 INLINE vi grow_signed(vb b) { return (vi)_mm512_cvtepi8_epi32((__m128i)b); }
 INLINE vi grow_bytes(vb b) { return (vi)_mm512_cvtepu8_epi32((__m128i)b); }
-INLINE vb shrink_bytes(vi x) { return (vb)_mm512_cvtepi32_epi8((__m512i)x); }
 #else
 INLINE vi grow_signed(vb b) { return __builtin_convertvector(b, vi); }
 INLINE vi grow_bytes(vb b) { return __builtin_convertvector((vub)b, vi); }
-INLINE vb shrink_bytes(vi x) { return __builtin_convertvector(x, vb); }
 #endif
 
 /* Codes i .. i + VW of `size`, and twice as many, two in each; those behind the last are zero. */
@@ -48,14 +46,11 @@ INLINE vu from_code_pairs(vi words, int kind) {
     return (vu)even >> 16 | (vu)odd;
 }
 
-/* The nearest integers, to even; |v| < 2^22. */
-INLINE vi nearest(vf v) { return (vi)(v + 12582912.0f) - 0x4b400000; }
-
 /* The nearest codes of |v| < 464. */
 INLINE vi to_e4m3(vf v) {
     vi bits = (vi)v, size = bits & 0x7fffffff, sign = bits >> 24 & 128;
     vi normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    vi small = nearest((vf)size * 512.0f);
+    vi small = rounded((vf)size * 512.0f);
     return (vi)blend(size < (121 << 23), (vf)small, (vf)normal) | sign;
 }
 

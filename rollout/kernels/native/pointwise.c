@@ -123,8 +123,8 @@ static float to_codes(const void *x, int64_t dim, int bf16, int kind, char *to) 
     vf by = splat(largest / top);
     for (int64_t d = 0; d < dim; d += VW) {
         vf v = load_at(x, d, dim, bf16) * by;
-        vb b = shrink_bytes(kind == E4M3 ? to_e4m3(v) : nearest(v));
-        memcpy(to + d, &b, (size_t)(dim - d < VW ? dim - d : VW));
+        vi codes = kind == E4M3 ? to_e4m3(v) : rounded(v);
+        store_bytes((uint8_t *)to + d, codes, dim - d < VW ? (int)(dim - d) : VW);
     }
     return top / largest + reduce_sum(bad);
 }

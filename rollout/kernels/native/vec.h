@@ -171,6 +171,25 @@ INLINE void store_at(void *p, int64_t i, int64_t size, vf v, int bf16) {
     else store_n(p, i, v, (int)(size - i), bf16);
 }
 
+/* The nearest integers, to even; |v| < 2^22. */
+INLINE vi rounded(vf v) {
+#if VW == 16
+    return (vi)_mm512_cvtps_epi32((__m512)v);
+#else
+    return __builtin_convertvector((v + 12582912.0f) - 12582912.0f, vi);
+#endif
+}
+/* The low bytes of the first n. */
+INLINE void store_bytes(uint8_t *to, vi v, int n) {
+#if VW == 16
+    if (n == VW) {
+        _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)v));
+        return;
+    }
+#endif
+    for (int j = 0; j < n; j++) to[j] = (uint8_t)v[j];
+}
+
 /* e^x to about 1e-7 for -87.3 <= x <= 88.3: Cephes' polynomial on |r| <= ln(2) / 2. */
 INLINE vf exp_within(vf x) {
     vf n = fused(x, splat(1.44269504f), splat(12582912.0f)); /* 1.5 * 2^23 rounds to an integer */

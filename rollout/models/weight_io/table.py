@@ -13,6 +13,7 @@ from torch import nn
 
 from rollout.errors import WeightMismatch, some
 from rollout.weights import Box, Layout, Shape, WeightSlot
+from rollout.weights.names import CACHE_SCALES
 from rollout.weights.packed_rows import packed_shape
 from rollout.weights.quantization import Scheme
 from rollout.weights.spellings import Spellings
@@ -22,7 +23,10 @@ PENDING = 1 << 25  # elements that may wait for others beside two of the largest
 DIGESTS = "quantized_digests"  # of a model: [quantised slots, 3] int64; see ``quantized.py``
 
 # Trailing name components that checkpoints may carry and no parameter takes.
-IGNORED: tuple[tuple[str, ...], ...] = (("rotary_emb", "inv_freq"), ("k_scale",), ("v_scale",))
+IGNORED: tuple[tuple[str, ...], ...] = (
+    ("rotary_emb", "inv_freq"),
+    *((name,) for name in CACHE_SCALES),
+)
 
 
 @dataclass(frozen=True, slots=True)
