@@ -216,7 +216,8 @@ class EngineConfig:
     state_cache_bytes: int | None = _setting(
         None,
         "bytes of recurrent states of each rank, where the model has them: half for the sequences "
-        "that run, the rest for snapshots (default: two for each of max_num_seqs, if they fit)",
+        "that run, the rest for snapshots, and copies to draft by (default: two for each of "
+        "max_num_seqs, and one for each that may be drafted for, if they fit)",
         least=1,
     )
     state_snapshot_blocks: int = _setting(

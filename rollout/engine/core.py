@@ -141,11 +141,6 @@ class EngineCore:
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
         # What cannot be served is refused before any rank starts.
         served_length(config, self.model_config.max_position_embeddings)
-        if config.num_speculative_tokens and self.model_config.recurrent_layers:
-            raise ConfigError(
-                f"num_speculative_tokens={config.num_speculative_tokens}: this model has recurrent "
-                "states, which cannot go back behind a draft that was wrong; leave it out"
-            )
         self.tokenizer = found.load_tokenizer(config)
         self._directory = str(found.directory)
         with self._close_lock:  # from here on ``close`` ends the executor

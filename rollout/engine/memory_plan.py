@@ -198,8 +198,8 @@ def _slot_bytes(ranks: Sequence[Mapping[str, Any]]) -> int:
 def _state_slots(config: EngineConfig, ranks: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """Slots of recurrent states: of running sequences, and as many or more of snapshots.
 
-    By default one of each for ``max_num_seqs``, if they fit beside a KV cache; fewer slots are
-    fewer sequences that run at a time.
+    By default one of each for ``max_num_seqs``, and one more for each that may be drafted for, if
+    they fit beside a KV cache; fewer slots are fewer sequences that run at a time.
     """
     each, asked = _slot_bytes(ranks), config.state_cache_bytes
     if not each:
@@ -215,7 +215,9 @@ def _state_slots(config: EngineConfig, ranks: Sequence[Mapping[str, Any]]) -> tu
         share = min(CPU_DEFAULT_BYTES, share)
     slots = share // each
     if asked is None:
-        slots = min(slots, 2 * config.max_num_seqs)
+        drafted = config.max_drafting(str(ranks[0]["device"]).partition(":")[0])
+        drafted = min(drafted, config.max_num_seqs) if config.num_speculative_tokens else 0
+        slots = min(slots, 2 * config.max_num_seqs + drafted)
     if slots < 2:
         raise ConfigError(
             f"too little memory for recurrent states: a sequence takes {mib(each)} per rank, and "

@@ -10,6 +10,9 @@ import pytest
 from tiny_models import write_tiny
 
 from rollout import RequestOutput, Rollout, SamplingParams
+from rollout.engine.scheduling.drafter import Draft
+from rollout.engine.scheduling.ngram_drafter import NgramDrafter
+from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError
 
 ENGINE: dict[str, Any] = {
@@ -44,12 +47,16 @@ def twice(engine: Rollout, params: SamplingParams) -> list[RequestOutput]:
     return again
 
 
-# Windows, chunks of attention, an index of tokens, sinks and latent attention among them.
+# Windows, chunks of attention, an index of tokens, sinks and latent attention, states in the place
+# of attention and beside it among them.
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("qwen3", "gpt_oss", "deepseek_v32"),
-        *(pytest.param(name, marks=pytest.mark.more) for name in ("gemma3", "llama4")),
+        *("qwen3", "gpt_oss", "deepseek_v32", "qwen3_next", "falcon_h1"),
+        *(
+            pytest.param(name, marks=pytest.mark.more)
+            for name in ("gemma3", "llama4", "qwen3_5", "nemotron_h", "kimi_linear", "bamba")
+        ),
     ],
 )
 def test_tokens_are_those_that_come_without(tmp_path: Path, architecture: str) -> None:
@@ -106,12 +113,15 @@ def test_stops_in_the_midst_of_a_draft_end_there(tmp_path: Path) -> None:
         assert [len(cut.outputs[0].logprobs.raw)] == [at + 1]
 
 
-def test_an_update_is_drafted_for_by_what_the_old_weights_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next"])
+def test_an_update_is_drafted_for_by_what_the_old_weights_said(
+    tmp_path: Path, architecture: str
+) -> None:
     """And what the new ones say is what a restart says; here on two ranks."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    write_tiny(tmp_path / "a", "qwen3", seed=1)
-    new = write_tiny(tmp_path / "b", "qwen3", seed=2)
+    write_tiny(tmp_path / "a", architecture, seed=1)
+    new = write_tiny(tmp_path / "b", architecture, seed=2)
     settings = {**ENGINE, "tensor_parallel_size": 2}
     with Rollout(str(tmp_path / "b"), **settings) as restarted:
         wanted = restarted.generate(PROMPTS, SAMPLED)
@@ -135,10 +145,37 @@ def test_settings_that_read_the_tokens_before_are_drafted_for_by_nobody(tmp_path
         assert engine.metrics().spec_drafts_total == 0
 
 
-def test_a_model_with_recurrent_states_is_refused_by_name(tmp_path: Path) -> None:
+class _Misled(NgramDrafter):
+    """Every third of its tokens is another."""
+
+    def draft(self, seq: Sequence, room: int) -> Draft:
+        tokens = super().draft(seq, room).tokens
+        return Draft(tuple((t + (seq.num_tokens + i) % 3 // 2) % 320 for i, t in enumerate(tokens)))
+
+
+@pytest.mark.parametrize("budget", [24, 2048])
+def test_states_go_back_behind_wrong_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """Beside found prefixes and preemption, with hardly any slot for a snapshot."""
     write_tiny(tmp_path, "qwen3_next")
-    with pytest.raises(ConfigError, match="num_speculative_tokens=5: this model has recurrent"):
-        Rollout(str(tmp_path), **ENGINE, **DRAFTS)
+    settings = ENGINE | {
+        "enable_prefix_caching": True, "state_snapshot_blocks": 2, "max_num_seqs": 4,
+        "num_kv_blocks": 24, "max_num_batched_tokens": budget,
+    }  # fmt: skip
+    with Rollout(str(tmp_path), **settings) as plain:
+        wanted = plain.generate(PROMPTS, SAMPLED)
+    monkeypatch.setattr("rollout.engine.core.NgramDrafter", _Misled)
+    with Rollout(str(tmp_path), **settings, **DRAFTS) as drafting:
+        for _ in range(3):
+            found = drafting.generate(PROMPTS, SAMPLED)
+            assert answers(found) == answers(wanted)
+            assert np.abs(logprobs(found) - logprobs(wanted)).max() < 5e-5
+        metrics = drafting.metrics()
+        assert metrics.preemptions_total
+        assert 0 < metrics.spec_accepted_tokens_total < metrics.spec_draft_tokens_total
+        assert metrics.state_snapshot_hits_total
+        drafting._async.backend.core.scheduler.check_integrity()
 
 
 def test_vllms_and_sglangs_names_say_what_to_use(tmp_path: Path) -> None:

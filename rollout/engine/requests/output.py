@@ -83,7 +83,7 @@ class OutputProcessor:
                 self._book(part, its_output)
             for entry in batch.entries:
                 if entry.drafts:
-                    self._scheduler.blocks.shrink(entry.sequence)
+                    self._scheduler.blocks.end_drafts(entry.sequence)
         else:
             self._book(batch, output)
         self._counters.steps += 1

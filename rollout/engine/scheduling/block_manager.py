@@ -232,6 +232,45 @@ class BlockManager:
             seq.block_table.append(self._allocate())
         return True
 
+    def draft_room(self, seq: Sequence, count: int) -> int:
+        """How many drafts may follow the ``count`` tokens that a step computes of ``seq``: none of
+        them is behind a snapshot, of which nobody knew then whether it holds.
+        """
+        if self.states is None:
+            return sys.maxsize
+        if seq.restoring is not None or seq.saving is not None:
+            return 0
+        return max(0, self.next_snapshot(seq) - seq.num_computed - count - 1)
+
+    def begin_drafts(self, seq: Sequence, known: int, drafts: int) -> bool:
+        """Make room for ``drafts`` behind the ``known`` tokens of a step, or change nothing and say
+        False.
+        """
+        stop = seq.num_computed + known + drafts
+        if self.states is not None and not self.states.begin_trial(seq, stop):
+            return False
+        if self.grow(seq, coming=drafts):
+            return True
+        if self.states is not None:
+            self.states.end_trial(seq, keep=False)
+        return False
+
+    def end_drafts(self, seq: Sequence) -> None:
+        """A step with drafts is booked. Where some were wrong a recurrent state is what it was
+        before that step, and the tokens of it that are known now are computed again: they are in
+        no block that others may find.
+        """
+        self.shrink(seq)
+        trial = seq.trial
+        if self.states is None or trial is None:
+            return
+        right = seq.num_computed == trial.stop
+        self.states.end_trial(seq, keep=right)
+        if right:
+            self.publish(seq)
+        else:
+            seq.go_back(trial.start)
+
     def shrink(self, seq: Sequence) -> None:
         """Give back the blocks behind all known tokens, which were for drafts."""
         count = self._blocks_for(seq.num_tokens)

@@ -28,6 +28,9 @@ from rollout.engine.scheduling.in_flight_prefixes import InFlightPrefixes
 from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
 _BY_ID = attrgetter("seq_id")
+# Known tokens of a sequence in a step with drafts; of more than one where a recurrent state has
+# gone back behind a wrong one.
+_MOST_BEHIND = 16
 
 
 class Scheduler:
@@ -155,7 +158,7 @@ class Scheduler:
         for entry in batch.entries:
             seq = entry.sequence
             seq.advance(entry.num_new, batch.version)
-            if seq.num_computed - seq.hashed_blocks * size >= size:
+            if seq.trial is None and seq.num_computed - seq.hashed_blocks * size >= size:
                 self.blocks.publish(seq)
             if seq.saving is not None or seq.restoring is not None:
                 self.blocks.book_state(seq)
@@ -260,20 +263,25 @@ class Scheduler:
 
     def _draft(self, drafter: Drafter, batch: ScheduledBatch, budget: int) -> None:
         """Add drafts to entries that decode, where budget and blocks are left for them."""
-        decoding = [e for e in batch.entries if e.num_new == 1 and e.sequence.output_len]
+        decoding = [
+            entry
+            for entry in batch.entries
+            if entry.num_new <= _MOST_BEHIND and entry.samples and entry.sequence.output_len
+        ]
         for entry in decoding if self._drafts_for(len(decoding)) else ():
             seq = entry.sequence
             if not budget or seq.reads_tokens or not entry.draws_alone:
                 continue
             seq.num_drafted = self.blocks.drafted_until(seq)
             tokens, context = drafter.draft(seq, budget)
-            if tokens and not self.blocks.grow(seq, coming=len(tokens)):
+            tokens = tokens[: self.blocks.draft_room(seq, entry.num_new)]
+            if tokens and not self.blocks.begin_drafts(seq, entry.num_new, len(tokens)):
                 continue
             if context:
                 entry.draft_context, seq.num_drafted = context, context.stop
                 self.blocks.note_drafted(seq, context)
                 batch.runs_draft = True
-            entry.drafts, entry.num_new = tokens, 1 + len(tokens)
+            entry.drafts, entry.num_new = tokens, entry.num_new + len(tokens)
             budget -= len(tokens) + len(context)
 
     def _schedule_chunk(self, entries: list[ScheduledEntry], seq: Sequence, budget: int) -> int:

@@ -5,6 +5,9 @@ made where a block ends, at every so many blocks, at the last one within a promp
 prompt was seen to leave a known path (the scheduler ends a chunk there); it is found by the hash of
 that block, as the block is, and what holds for blocks (one version, one ``CacheRoot``) holds for
 it. The nearest at or below the known blocks is a hit.
+
+Nor can a state go back behind a draft that was wrong: a step with drafts goes on from a copy, which
+takes the place of the sequence's own where all of them were right, and else is dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Iterable
 
 from rollout.engine.sequences.sequence import Sequence
 from rollout.engine.sequences.snapshot import Snapshot
+from rollout.engine.sequences.trial import Trial
 
 
 class StateSlots:
@@ -78,18 +82,13 @@ class StateSlots:
         """Have the state of ``seq`` after its next step saved, if a slot can be had for it."""
         if seq.saving is not None:
             return  # the step that it was planned for went on without ``seq``
-        if not self._spare:
-            own = seq.restoring
-            oldest = next((s for s in self._found.values() if not s.holders), None)
-            if oldest is None and own is not None and own.holders == 1:
-                oldest = seq.saving = own  # the step reads it before it writes it
-            if oldest is None:
-                return
-            if oldest.digest:
-                self.evicted += 1
-                self._unlink(oldest)
-        if seq.saving is None:
-            seq.saving = Snapshot(self._spare.pop())
+        own = seq.restoring
+        if (slot := self._take_spare()) is not None:
+            seq.saving = Snapshot(slot)
+        elif own is not None and own.holders == 1:
+            seq.saving = own  # the step reads it before it writes it
+            if own.digest:
+                self._evict(own)
 
     def drop_plan(self, seq: Sequence) -> None:
         """Nothing is saved of ``seq`` after its next step."""
@@ -116,8 +115,25 @@ class StateSlots:
         else:
             self._free_unheld(snapshot)
 
+    def begin_trial(self, seq: Sequence, stop: int) -> bool:
+        """Have the next step of ``seq``, up to ``stop``, go on from a copy of its state; False if
+        there is no slot for one.
+        """
+        slot = self._take_spare()
+        if slot is not None:
+            seq.trial = Trial(slot, seq.num_computed, stop)
+        return slot is not None
+
+    def end_trial(self, seq: Sequence, keep: bool) -> None:
+        """The copy is its state now, or is dropped."""
+        trial, seq.trial = seq.trial, None
+        if trial is not None:
+            self._spare.append(seq.state_slot if keep else trial.slot)
+            seq.state_slot = trial.slot if keep else seq.state_slot
+
     def release(self, seq: Sequence) -> None:
-        """Take back the slot of ``seq``, what it holds, and what was to be copied for it."""
+        """Take back the slots of ``seq``, what it holds, and what was to be copied for it."""
+        self.end_trial(seq, keep=False)
         if seq.state_slot >= 0:
             self._free.append(seq.state_slot)
         seq.state_slot = -1
@@ -137,14 +153,15 @@ class StateSlots:
         """Raise AssertionError unless every slot is one sequence's, a snapshot's or free."""
         live = list(sequences)
         running = [seq.state_slot for seq in live if seq.state_slot >= 0]
-        assert sorted(running + self._free) == list(range(self.num_running)), "running slots"
+        assert len(running + self._free) == self.num_running, "running slots"
         kept = {id(s): s for s in self._found.values()}
         for seq in live:
             used = (seq.held_state, seq.restoring, seq.saving)
             kept |= {id(s): s for s in used if s is not None}
         slots = [snapshot.slot for snapshot in kept.values()]
-        total = range(self.num_running, self.num_running + self.num_snapshots)
-        assert sorted(slots + self._spare) == list(total), "snapshot slots"
+        slots += [seq.trial.slot for seq in live if seq.trial is not None]
+        all_of_them = sorted(running + self._free + slots + self._spare)
+        assert all_of_them == list(range(self.num_running + self.num_snapshots)), "slots"
         for snapshot in kept.values():
             holders = sum((s.held_state is snapshot) + (s.restoring is snapshot) for s in live)
             assert snapshot.holders == holders, f"{snapshot.slot}: wrong number of holders"
@@ -155,6 +172,19 @@ class StateSlots:
             restored.holders -= 1
             if restored is not seq.saving:
                 self._free_unheld(restored)
+
+    def _take_spare(self) -> int | None:
+        """A slot behind those of running sequences, the least recently used one's if need be."""
+        if not self._spare:
+            oldest = next((s for s in self._found.values() if not s.holders), None)
+            if oldest is None:
+                return None
+            self._evict(oldest)
+        return self._spare.pop()
+
+    def _evict(self, snapshot: Snapshot) -> None:
+        self.evicted += 1
+        self._unlink(snapshot)
 
     def _unlink(self, snapshot: Snapshot) -> None:
         del self._found[snapshot.digest]

@@ -16,6 +16,7 @@ from rollout.engine.sequences.image_positions import ImagePositions
 from rollout.engine.sequences.score_builder import ScoreBuilder
 from rollout.engine.sequences.snapshot import Snapshot
 from rollout.engine.sequences.span_builder import SpanBuilder
+from rollout.engine.sequences.trial import Trial
 from rollout.generation import PlacedImage, SamplingParams, VersionSpan
 from rollout.generation.packed import experts_of
 from rollout.weights.adapters import AdapterVersion
@@ -53,7 +54,8 @@ class Sequence:
     Of a model with recurrent states: ``state_slot`` is this sequence's while it runs,
     ``held_state`` a snapshot that it or its forks go on from, ``restoring`` one that its next step
     begins with, ``saving`` one that this step makes, ``branch`` the blocks of a known prefix that
-    ended in none; ``forks``: other samples go on from this one's prompt.
+    ended in none; ``forks``: other samples go on from this one's prompt; ``trial``: where this step
+    has drafts.
 
     ``drafting``: while it runs, where tokens may be drafted for it; ``num_drafted``: how many
     leading positions the draft model has keys and values of, where one drafts.
@@ -98,6 +100,7 @@ class Sequence:
     restoring: Snapshot | None = None
     saving: Snapshot | None = None
     branch: int = 0
+    trial: Trial | None = None
     forks: bool = False
     drafting: DraftPace | None = None
     num_drafted: int = 0
@@ -285,6 +288,11 @@ class Sequence:
         """The KV of the next ``count`` positions was computed by ``version``."""
         self.num_computed += count
         self.kv_spans.extend(version, count)
+
+    def go_back(self, position: int) -> None:
+        """What comes after ``position`` is computed again."""
+        self.num_computed = position
+        self.kv_spans = self.kv_spans.prefix(position)
 
     def forget_kv(self) -> None:
         """Start over from position 0, keeping the output; the blocks are the caller's to free."""

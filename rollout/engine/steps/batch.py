@@ -182,15 +182,19 @@ def _turning(entries: list[ScheduledEntry], places: Ints, query_starts: Ints) ->
 def _state_tensors(batch: ScheduledBatch) -> dict[str, Tensor]:
     """Of a model with recurrent states: each sequence's slot, and pairs of slots (from, to), to be
     copied before the step and after it."""
-    slots = [entry.sequence.state_slot for entry in batch.entries]
+    slots: list[int] = []
     restores: list[tuple[int, int]] = []
     saves: list[tuple[int, int]] = []
-    if batch.previous_rows is None:  # else both are of the step before
-        for seq in (entry.sequence for entry in batch.entries):
-            if seq.restoring is not None:
-                restores.append((seq.restoring.slot, seq.state_slot))
-            if seq.saving is not None:
-                saves.append((seq.state_slot, seq.saving.slot))
+    for seq in (entry.sequence for entry in batch.entries):
+        slots.append(seq.state_slot if seq.trial is None else seq.trial.slot)
+        if batch.previous_rows is not None:
+            continue  # both are of the step before
+        if seq.trial is not None:
+            restores.append((seq.state_slot, seq.trial.slot))
+        if seq.restoring is not None:
+            restores.append((seq.restoring.slot, seq.state_slot))
+        if seq.saving is not None:
+            saves.append((seq.state_slot, seq.saving.slot))
     return {
         "state_slots": torch.tensor(slots, dtype=torch.int32),
         "state_restores": torch.tensor(restores).view(-1, 2),
