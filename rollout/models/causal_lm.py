@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Self
 
@@ -20,7 +21,7 @@ from rollout.models.decoder.moe import SparseMoE
 from rollout.models.decoder.native_blocks import NativeBlocks
 from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer
-from rollout.models.layers.embedding import Head, VocabParallel
+from rollout.models.layers.embedding import Embedding, Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
 from rollout.models.layers.score_head import ScoreHead
 from rollout.models.model import Model
@@ -51,17 +52,7 @@ class CausalLM(Model):
         groups = enumerate(kv_groups(config))
         self.group_of = {layer: number for number, group in groups for layer in group.layers}
         self.rotary_of = [ropes.index(layer.rope) for layer in layers]
-        self.rotaries = rotaries or [
-            Rotary(
-                rope,
-                config.head_dim,
-                config.max_position_embeddings,
-                max_len,
-                torch.float32 if config.arch.wide_rope else build.dtype,
-                build.device,
-            )
-            for rope in ropes
-        ]
+        self.rotaries = rotaries or [make_rotary(build, rope, max_len) for rope in ropes]
         self.embedding_scale = config.embedding_scale
         scale = config.arch.embedding_scale
         if scale is not None and scale.rounded:
@@ -83,19 +74,7 @@ class CausalLM(Model):
 
     def make_block(self, build: Build, index: int) -> nn.Module:
         """The decoder block number ``index``."""
-        moe, arch = build.config.moe, build.config.arch
-        if arch.lone:
-            feeds = build.config.layers[index].feeds
-            made = SparseMoE(build) if feeds == "moe" else make_mlp(build) if feeds else None
-            return LoneBlock(build, index, made)
-        if moe is None or not moe.is_sparse(index):
-            return DecoderBlock(build, index, name=arch.mlp)
-        sparse = SparseMoE(build)
-        block = DecoderBlock(build, index, sparse, moe.arch.names.module)
-        for shared in sparse.beside:
-            assert sparse.shared is not None
-            block.add_module(sparse.shared.name, shared)
-        return block
+        return make_block(build, index)
 
     def make_parts(self, build: Build) -> None:
         """What a subclass has beside the decoder and the head."""
@@ -139,9 +118,7 @@ class CausalLM(Model):
         if self.build.config.indexed_layers:
             batch = replace(batch, chosen=ChosenTokens())
         cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
-        x: Tensor = self.model.embedding(batch.input_ids)  # [T, hidden]
-        if self.embedding_scale != 1:
-            x = x * self.embedding_scale
+        x = self.embedded(batch.input_ids)
         visual = batch.visual
         if visual is not None:
             x = x.index_copy(0, visual.rows, visual.features[:, 0])
@@ -155,6 +132,13 @@ class CausalLM(Model):
         rows = batch.logit_rows
         x, _ = self.model.last_norm.add(x[rows], residual[rows])
         return x
+
+    def embedded(self, ids: Tensor, by: Embedding | None = None) -> Tensor:
+        """Token ids [T] -> [T, hidden], times their factor; one all-reduce. ``by``: an embedding in
+        the place of the model's own.
+        """
+        x: Tensor = (by or self.model.embedding)(ids)
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
 
     def _of_layers(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> list[ForwardBatch]:
         """The batch as each layer sees it: the pages of its group, the part in its chunk."""
@@ -179,12 +163,20 @@ class CausalLM(Model):
         if self.score is not None:
             assert not len(states), "requests that need logits are refused"
             return states.new_empty(0, self.config.vocab_size)
-        config, logits = self.config, self.head.logits(states)
+        return self.scaled(self.head.logits(states))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What a head makes of states, times the factor of logits, under their cap."""
+        config = self.config
         if config.logits_scale != 1:
             logits = logits * config.logits_scale
         if config.logits_softcap:
             logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
         return logits
+
+    def unadapted(self) -> AbstractContextManager[None]:
+        """Embeddings and logits have nothing of adapters within it; not amid ``hidden_states``."""
+        return nullcontext() if self.adapters is None else self.adapters.idle()
 
     @property
     def head(self) -> VocabParallel:
@@ -214,6 +206,36 @@ class CausalLM(Model):
         if self.adapters is not None:
             self.adapters.attach(fresh)
         return fresh
+
+
+def make_block(build: Build, index: int) -> nn.Module:
+    """A decoder block as the configuration has layer ``index``."""
+    moe, arch = build.config.moe, build.config.arch
+    if arch.lone:
+        feeds = build.config.layers[index].feeds
+        made = SparseMoE(build) if feeds == "moe" else make_mlp(build) if feeds else None
+        return LoneBlock(build, index, made)
+    if moe is None or not moe.is_sparse(index):
+        return DecoderBlock(build, index, name=arch.mlp)
+    sparse = SparseMoE(build)
+    block = DecoderBlock(build, index, sparse, moe.arch.names.module)
+    for shared in sparse.beside:
+        assert sparse.shared is not None
+        block.add_module(sparse.shared.name, shared)
+    return block
+
+
+def make_rotary(build: Build, rope: RopeConfig, max_len: int) -> Rotary:
+    """The table of positions below ``max_len`` of layers that turn by ``rope``."""
+    config = build.config
+    return Rotary(
+        rope,
+        config.head_dim,
+        config.max_position_embeddings,
+        max_len,
+        torch.float32 if config.arch.wide_rope else build.dtype,
+        build.device,
+    )
 
 
 def _is_sparse(block: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +16,7 @@ from rollout.models.config.model import ModelConfig
 from rollout.models.held_tensors import HeldTensors
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
+from rollout.models.prediction_head import PredictionHead, head_fault
 from rollout.models.registry import Registry
 from rollout.weights import TensorMeta
 from rollout.weights.files import open_weights
@@ -27,13 +28,14 @@ HEAD = "mtp"  # multi-token prediction
 class HeldComponent:
     """``config`` of an architecture that is known here, which is cut over the ranks as it would be
     if it ran; else None, and ``tensors`` are held whole as the files have them, which may have
-    others, too: ``prefixes``.
+    others, too: ``prefixes``. ``head_of``: of a release, if they are the head that it comes with.
     """
 
     directory: Path
     config: ModelConfig | None
     tensors: tuple[TensorMeta, ...]
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    head_of: ModelConfig | None = None
 
     @classmethod
     def at(cls, name: str, path: str, tp: TensorParallel, expert_parallel: bool) -> Self:
@@ -66,15 +68,19 @@ class HeldComponent:
         prefixes = {prefix: prefix for prefix in own}
         for meta in found:
             prefixes.setdefault(f"{meta.name.split('.', 1)[0]}.", "")
-        return cls(directory=directory, config=None, tensors=held, prefixes=prefixes)
+        return cls(
+            directory=directory, config=None, tensors=held, prefixes=prefixes, head_of=config
+        )
 
     def longest(self, name: str, wanted: int) -> int:
         """Of ``wanted`` tokens of a sequence those that it can draft for, as component ``name``;
         ``ConfigError`` where it cannot run as a draft model.
         """
-        config = self.config
+        config = self.head_of or self.config
         fault = ""
-        if config is None:
+        if self.head_of is not None:
+            fault = head_fault(self.head_of, self.tensors)
+        elif config is None:
             fault = "it is no whole model of an architecture that rollout runs itself"
         elif config.hf_values is not None or config.labels or config.vision is not None:
             fault = f"{config.architecture} is no language model that rollout runs itself"
@@ -92,6 +98,8 @@ class HeldComponent:
 
         ``longest``: tokens of a sequence that it is run for; None: it is not run.
         """
+        if self.head_of is not None and longest is not None:
+            return self._running_head(self.head_of, beside, longest)
         if self.config is None:
             return HeldTensors(beside, self.tensors, self.prefixes)
         return build_model(
@@ -103,6 +111,16 @@ class HeldComponent:
             max_model_len=longest or 1,
             expert_parallel=beside.expert_parallel and self.config.moe is not None,
         )
+
+    def _running_head(self, config: ModelConfig, beside: Build, longest: int) -> Model:
+        for size in ("hidden_size", "vocab_size"):
+            own, wanted = getattr(config, size), getattr(beside.config, size)
+            if own != wanted:
+                raise ConfigError(
+                    f"the prediction head in {self.directory} is of a model whose {size} is {own}, "
+                    f"and the model's is {wanted}: name the head of the model's own release"
+                )
+        return PredictionHead(replace(beside, config=config), longest, self.tensors, self.prefixes)
 
 
 def _tensors(directory: Path) -> tuple[TensorMeta, ...]:

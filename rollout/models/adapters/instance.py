@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +90,16 @@ class InstanceAdapters:
             head.begin(rows.to(torch.int32), tiles)
             head.slot_of = slots[rows]
             self._note_normed(head)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """No row has an adapter within it; the head's next product is of the step's rows again."""
+        slots, self._slots_of_logits = self._slots_of_logits, None
+        self._active.begin(None, None)
+        try:
+            yield
+        finally:
+            self._slots_of_logits = slots
 
     def _note_normed(self, active: ActiveRows) -> None:
         assert active.rows is not None
