@@ -112,9 +112,8 @@ class PredictionHead(Model):
             x = x.masked_fill((batch.positions == 0)[:, None], 0)
         x = parts.joined(torch.cat((parts.of_token(x), parts.of_state(before)), dim=-1))
         x, residual = parts.block(x, None, self.rotary(batch.positions), batch, kv[0])
-        rows = batch.logit_rows
-        x, total = parts.last.add(x[rows], residual[rows])
-        return x if self.is_normed else total
+        x, residual = x[batch.logit_rows], residual[batch.logit_rows]
+        return parts.last.add(x, residual)[0] if self.is_normed else x + residual
 
     @torch.no_grad()
     def logits(self, policy: CausalLM, states: Tensor) -> Tensor:

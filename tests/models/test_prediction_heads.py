@@ -21,6 +21,7 @@ from rollout.errors import ConfigError
 from rollout.models.adapters.slots import AdapterSlots
 from rollout.models.build import build_model
 from rollout.models.causal_lm import CausalLM
+from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
 from rollout.models.held_tensors import HeldTensors
 from rollout.models.prediction_head import PredictionHead, head_fault
@@ -260,6 +261,25 @@ def test_a_component_is_the_running_head_only_where_it_drafts(
     name = release.held.tensors[0].name
     with pytest.raises(ConfigError, match=rf"draft_component='mtp' .* cannot run without {name}"):
         lacking.longest("mtp", 40)
+
+
+def test_one_update_is_of_the_policy_and_its_head(releases: dict[str, Release]) -> None:
+    """Each from all of the release's tensors; what is digested of a head is what came."""
+    release = releases["qwen3_5_moe"]
+    policy, head = release.on(TensorParallel())
+    both = ComponentModels(policy.empty_like(), {"mtp": head.empty_like()})
+    of_head = {f"mtp:{name}": tensor for name, tensor in release.weights.items()}
+    report = both.load_weights({**release.weights, **of_head}.items())
+    names = {f"mtp:{name}" for name in head.table.slots}
+    assert report.loaded == names | policy.table.slots.keys()
+    for name in names:
+        (slot,) = both.table.slots[name]
+        (own,) = head.table.slots[name.removeprefix("mtp:")]
+        assert both.digest_slot(slot) == head.digest_slot(own)
+    made, part = both.policy, both.component("mtp")
+    assert isinstance(made, CausalLM)
+    assert isinstance(part, PredictionHead)
+    check_close(run(release, made, part, CHUNKS)[1], release.logits)
 
 
 @pytest.mark.parametrize(
