@@ -15,6 +15,7 @@ DEFAULT_TIMEOUT = 30.0  # seconds; every wait without its own deadline
 MAX_TIMEOUT = 86400.0  # seconds; the longest wait that anybody may ask for: a day
 MAX_INTEGER = (1 << 63) - 1  # of a setting: sys.maxsize, which some write for no bound
 DEFAULT_BUCKET_BYTES = 64 << 20
+HEAD = "mtp"  # the component that is a release's own head of multi-token prediction
 _COMPONENT = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
@@ -349,15 +350,15 @@ class EngineConfig:
     num_speculative_tokens: int = _setting(
         0,
         "tokens that a step may draft for each sequence and verify at once, by prompt lookup "
-        "(n-grams) or a draft model; tokens and logprobs are those that come without; 0: none "
-        "(docs/speculative_decoding.md)",
+        "(n-grams), a draft model or a prediction head; tokens and logprobs are those that come "
+        "without; 0: none (docs/speculative_decoding.md)",
         least=0,
         most=64,
     )
     draft_component: str | None = _setting(
         None,
-        "name of the component, a smaller whole model with the same tokenizer, that drafts these "
-        "tokens (default: prompt lookup)",
+        "name of the component that drafts these tokens: a smaller whole model with the same "
+        "tokenizer; or mtp, the head that the model's release comes with (default: prompt lookup)",
     )
     prompt_lookup_min: int = _setting(
         2, "fewest last tokens of a sequence that are looked up for a draft", least=1
@@ -404,7 +405,10 @@ class EngineConfig:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        put("components", _components(self.components))
+        components = _components(self.components)
+        if self.draft_component == HEAD:
+            components.setdefault(HEAD, self.model)  # the release's own
+        put("components", components)
         if isinstance(self.cuda_graphs, bool):
             put("cuda_graphs", "on" if self.cuda_graphs else "off")
         for f in fields(self):
@@ -461,10 +465,11 @@ class EngineConfig:
                     "or leave it out (merged adapters may change these without it)"
                 )
         if (draft := self.draft_component) is not None:
-            if draft not in self.components:
+            if draft not in self.components and draft != HEAD:
                 raise ConfigError(
                     f"draft_component={draft!r} is none of components "
-                    f"({', '.join(self.components) or 'there are none'}): add {draft}=DIR to them"
+                    f"({', '.join(self.components) or 'there are none'}): add {draft}=DIR to them, "
+                    f"or name {HEAD!r}, the head that the model's release comes with"
                 )
             if not self.num_speculative_tokens or self.speculative_history_tokens:
                 raise ConfigError(

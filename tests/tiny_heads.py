@@ -26,13 +26,13 @@ class OracleHead:
     """
 
     def __init__(self, policy: Any, arch: str, own: Sequence[str]) -> None:
-        self.policy, self.is_mtp, base = policy, arch in MTP, policy.get_decoder()
+        self.policy, base = policy, policy.get_decoder()
         config, kind = base.config, type(base.layers[0])
         norm, hidden = type(base.norm), config.hidden_size
         norms = [norm(hidden, eps=config.rms_norm_eps) for _ in range(3)]
         joined = nn.Linear(2 * hidden, hidden, bias=False)
         parts: dict[str, nn.Module] = {}
-        if self.is_mtp:
+        if arch in MTP:
             layer, self.prefix = kind(config, ATTENDING), "mtp."
             parts["layers"] = nn.ModuleList([layer])
             names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -61,14 +61,12 @@ class OracleHead:
         embedding = found.get(OWN[0], self.policy.get_input_embeddings())
         head = found.get(OWN[1], self.policy.get_output_embeddings())
         x = embedding(following)
-        if not self.is_mtp:
-            x = torch.cat((torch.zeros_like(x[:1]), x[1:]))
         x = joined(torch.cat((of_token(x), of_state(before)), dim=-1))[None]
         positions = torch.arange(len(following))[None]
         unseen = torch.full((len(following), len(following)), float("-inf")).triu(1)
         turns = self.policy.get_decoder().rotary_emb(x, positions)
-        x = layer(x, position_embeddings=turns, attention_mask=unseen[None, None])[0]
-        return (last(x), head(last(x))) if self.is_mtp else (x, head(last(x)))
+        x = last(layer(x, position_embeddings=turns, attention_mask=unseen[None, None])[0])
+        return x, head(x)
 
     @torch.no_grad()
     def policy_states(self, ids: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ from rollout.errors import (
 )
 from rollout.generation import Request
 from rollout.generation.metrics import EngineCounters, EngineStats
-from rollout.loader import complete_save, portable, resolve_component
+from rollout.loader import complete_save, portable
 from rollout.models.config.model import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
 from rollout.wire.frames import Reply, dtype_from_name
@@ -143,6 +143,7 @@ class EngineCore:
         served_length(config, self.model_config.max_position_embeddings)
         self.tokenizer = found.load_tokenizer(config)
         self._directory = str(found.directory)
+        self._components = {name: found.component(config, name) for name in config.components}
         with self._close_lock:  # from here on ``close`` ends the executor
             if self._closed:
                 raise EngineClosed("the engine was closed while it started")
@@ -247,7 +248,9 @@ class EngineCore:
         if not most:
             return None
         if config.draft_component is not None:
-            return ModelDrafter(most, min(int(r["draft_longest"]) for r in self.rank_info))
+            longest = min(int(r["draft_longest"]) for r in self.rank_info)
+            is_head = bool(self.rank_info[0]["drafts_by_head"])
+            return ModelDrafter(most, longest, is_head=is_head)
         lengths = config.prompt_lookup_min, config.prompt_lookup_max
         return NgramDrafter(most, *lengths, config.speculative_history_tokens)
 
@@ -289,8 +292,8 @@ class EngineCore:
                     raise
                 time.sleep(_LOOK)
         sources = {directory: Path(self._directory)}
-        for component, path in self.config.components.items():
-            sources[directory / component] = resolve_component(path)
+        for component, source in self._components.items():
+            sources[directory / component] = source
         for place, source in sources.items():
             complete_save(place, self.config.tensor_parallel_size, source)
         return int(replies[0][0]["version"])

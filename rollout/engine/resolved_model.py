@@ -79,8 +79,14 @@ class ResolvedModel:
             code_revision=config.code_revision,
         )
         if found is not None and config.draft_component is not None:
-            _check_draft(config, config.draft_component, found)
+            directory = self.component(config, config.draft_component)
+            _check_draft(config, config.draft_component, directory, found)
         return found
+
+    def component(self, config: EngineConfig, name: str) -> Path:
+        """The directory of one that is held beside the model, or is of the same files."""
+        path = config.components[name]
+        return self.directory if path == config.model else resolve_component(path)
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """``config`` with the scheme that quantization "auto" stands for here: the files' own, or
@@ -92,11 +98,10 @@ class ResolvedModel:
         return replace(config, quantization=own)
 
 
-def _check_draft(config: EngineConfig, name: str, own: Tokenizer) -> None:
+def _check_draft(config: EngineConfig, name: str, directory: Path, own: Tokenizer) -> None:
     """``ConfigError`` where a draft model has a tokenizer of other tokens: it would guess wrong,
     always, and nobody would know why.
     """
-    directory = resolve_component(config.components[name])
     other = Tokenizer.load(str(directory), trust_remote_code=config.trust_remote_code)
     if other is not None and not own.shares_ids(other):
         raise ConfigError(

@@ -26,8 +26,9 @@ def check_section(config: Any) -> None:
     mtp, qat = getattr(config, "mtp", None), getattr(config, "qat", None)
     if mtp and mtp.get("enable", False) and mtp.get("enable_rollout", False):
         raise ConfigError(
-            "rollout.mtp: this engine runs no prediction head (it drafts by prompt lookup, or by a "
-            "smaller model); set actor_rollout_ref.model.mtp.enable_rollout=False"
+            "rollout.mtp: what the trainer learns of the prediction head does not reach this "
+            "engine; set actor_rollout_ref.model.mtp.enable_rollout=False (engine_kwargs.rollout "
+            "with draft_component=mtp drafts by the head as the checkpoint has it)"
         )
     if qat and qat.get("enable", False):
         raise ConfigError(

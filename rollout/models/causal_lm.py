@@ -129,9 +129,13 @@ class CausalLM(Model):
         else:
             by_layer = [cos_sins[i] for i in self.rotary_of]
             x, residual = self.model(x, by_layer, self._of_layers(batch, kv), kv)
-        rows = batch.logit_rows
-        x, _ = self.model.last_norm.add(x[rows], residual[rows])
-        return x
+        rows, pages = batch.logit_rows, batch.hidden_pages
+        if pages is None:
+            return self.model.last_norm.add(x[rows], residual[rows])[0]
+        x, _ = self.model.last_norm.add(x, residual)
+        slots = batch.slot_mapping
+        pages[slots if slots.dim() == 1 else slots[-1]] = x
+        return x[rows]
 
     def embedded(self, ids: Tensor, by: Embedding | None = None) -> Tensor:
         """Token ids [T] -> [T, hidden], times their factor; one all-reduce. ``by``: an embedding in

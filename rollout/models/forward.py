@@ -38,6 +38,7 @@ class ForwardBatch:
     each group's; what a block table lists before the first position in reach means nothing.
     Of a mixture: ``forced_experts`` says what tokens are routed to (-1: as the router chooses), and
     what they were routed to is written to ``expert_pages`` by their slots; slot -1 is the last row.
+    So are hidden states, after the last norm, where a prediction head reads them.
     """
 
     input_ids: Tensor  # [tokens] int64
@@ -50,11 +51,12 @@ class ForwardBatch:
     visual: VisualRows | None = None
     forced_experts: Tensor | None = None  # [tokens, sparse layers, experts of a token] int16
     expert_pages: Tensor | None = None  # [slots + 1, sparse layers, experts of a token]
+    hidden_pages: Tensor | None = None  # [slots + 1, hidden size]
     state_slots: Tensor | None = None  # [sequences] int32: of recurrent states, where there are any
     adapter_rows: Tensor | None = None  # int32: the tokens that have adapters, where there are any
     adapter_tiles: Tensor | None = None  # [tiles, 3] int32: (slot, start, stop) of adapter_rows
     chosen: ChosenTokens | None = None  # of sparse attention
-    lasting_slots: Tensor | None = None  # [tokens] int64, of experts, if not ``slot_mapping``
+    lasting_slots: Tensor | None = None  # [tokens] int64, of whole tokens, if not ``slot_mapping``
 
     def of_group(self, group: int) -> ForwardBatch:
         """As the layers of one of several groups see it; the last keeps every position."""

@@ -52,10 +52,11 @@ class PredictionHead(Model):
     2412.19437, section 2.2). Of a release with several such layers the first one runs. There are
     two kinds, told apart by the names of the files, which ``table`` has:
 
-    - ``model.layers.N.``, N being the number of the policy's layers: the embedding of the token at
-      position 1 counts as zeros, and states go on as they are, to be normalised for the vocabulary
-      alone. May have an embedding and a vocabulary head of its own.
-    - ``mtp.``: states are normalised once, for both.
+    - ``model.layers.N.``, N being the number of the policy's layers: may have an embedding and a
+      vocabulary head of its own;
+    - ``mtp.``.
+
+    States go on normalised, as the policy's do, like those of transformers' ``MtpModel``.
 
     ``build`` is the policy's; ``config`` is of one layer, as ``KVShape.of_draft`` takes it. Nothing
     here is quantised, or deterministic. ``tensors``: what the files have, of the head at least;
@@ -75,8 +76,7 @@ class PredictionHead(Model):
         own = _own_build(build, names, f"{root}layers.0." if root == MTP else root)
         super().__init__(own, max_len)
         self.rotary = rotary or make_rotary(own, own.config.layers[0].rope, max_len)
-        self.is_normed = root == MTP  # a state, as soon as it is made
-        if self.is_normed:
+        if root == MTP:
             self.mtp, self._parts = _of_qwen(own)
         else:
             self.model, self._parts = _of_next_layer(own, root, names)
@@ -108,22 +108,18 @@ class PredictionHead(Model):
         parts = self._parts
         with policy.unadapted():
             x = policy.embedded(batch.input_ids, parts.embedding)
-        if not self.is_normed:
-            x = x.masked_fill((batch.positions == 0)[:, None], 0)
         x = parts.joined(torch.cat((parts.of_token(x), parts.of_state(before)), dim=-1))
         x, residual = parts.block(x, None, self.rotary(batch.positions), batch, kv[0])
-        x, residual = x[batch.logit_rows], residual[batch.logit_rows]
-        return parts.last.add(x, residual)[0] if self.is_normed else x + residual
+        rows = batch.logit_rows
+        return parts.last.add(x[rows], residual[rows])[0]
 
     @torch.no_grad()
     def logits(self, policy: CausalLM, states: Tensor) -> Tensor:
         """[rows, vocab_size] of what ``hidden_states`` gave, as the policy's; one all-gather."""
-        parts = self._parts
-        x = states if self.is_normed else parts.last(states)
-        if parts.head is not None:
-            return policy.scaled(parts.head.logits(x))
+        if self._parts.head is not None:
+            return policy.scaled(self._parts.head.logits(states))
         with policy.unadapted():
-            return policy.logits(x)
+            return policy.logits(states)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         raise NotImplementedError("a prediction head runs behind a policy: hidden_states, logits")

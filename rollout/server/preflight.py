@@ -34,6 +34,7 @@ from rollout.models.build import build_model, build_tables, check_kv_codes, slot
 from rollout.models.config.model import ModelConfig
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
+from rollout.models.prediction_head import PredictionHead
 from rollout.models.transformers_backend.ranks import OverRanks
 from rollout.models.weight_io.table import WeightTable, check_tables
 from rollout.weights import Box, TensorMeta
@@ -216,8 +217,9 @@ class _Beside:
         cls, config: EngineConfig, found: ResolvedModel, dtype: torch.dtype, name: str
     ) -> _Beside:
         ranks, longest = config.tensor_parallel_size, None
-        first, path = TensorParallel(0, ranks), config.components[name]
-        held = HeldComponent.at(name, path, first, config.expert_parallel)
+        first = TensorParallel(0, ranks)
+        directory = found.component(config, name)
+        held = HeldComponent.at(name, directory, first, config.expert_parallel)
         if name == config.draft_component:
             wanted = served_length(config, found.config.max_position_embeddings)
             longest = held.longest(name, wanted)
@@ -251,6 +253,8 @@ class _Beside:
         table = self.models[0].table
         count = sum(prod(table.shape_of(name)) for name in table.slots)
         what = "tensors" if self.config is None else self.config.architecture
+        if isinstance(self.models[0], PredictionHead):
+            what = "prediction head"
         use = "held" if self.longest is None else f"drafts for up to {self.longest} tokens"
         return f"{what}, {count / 1e6:.1f} M parameters, {use}"
 
@@ -260,15 +264,16 @@ def _pages(
 ) -> KVCache:
     """Without its memory."""
     ranks, block_size = config.tensor_parallel_size, config.block_size
-    draft, device = None, torch.device("meta")
+    draft, device, by_head = None, torch.device("meta"), False
     if config.draft_component is not None:
-        drafting = beside[config.draft_component].config
-        assert drafting is not None
-        shape = KVShape.of_draft(drafting, ranks, block_size, dtype, config.kv_cache_dtype)
+        drafting = beside[config.draft_component].models[0]
+        by_head = isinstance(drafting, PredictionHead)
+        shape = KVShape.of_draft(drafting.config, ranks, block_size, dtype, config.kv_cache_dtype)
         draft = KVCache(shape, device)
     shape = KVShape.of(
-        model, ranks, block_size, dtype, _sparse_layers(model), config.kv_cache_dtype
-    )
+        model, ranks, block_size, dtype, _sparse_layers(model), config.kv_cache_dtype,
+        keeps_hidden=by_head,
+    )  # fmt: skip
     return KVCache(shape, device, draft=draft)
 
 

@@ -194,8 +194,8 @@ _GRAMMARS = "leave it out: grammars are xgrammar's, of the extra structured"
 _ORDER = "leave it out: first come is first served"
 _DRAFTS = (
     "use {num_speculative_tokens} N: tokens are drafted by prompt lookup (method ngram, by "
-    "{prompt_lookup_min} to {prompt_lookup_max} tokens), or by a smaller model "
-    "({draft_component}); prediction heads are not run"
+    "{prompt_lookup_min} to {prompt_lookup_max} tokens), by a smaller model, or by the prediction "
+    "head that the release comes with (method mtp): {draft_component}"
 )
 _CAPTURED = "use {cuda_graph_sizes}, the batch sizes to capture, or {cuda_graphs} off"
 _ROPE = (

@@ -11,11 +11,12 @@ class Draft(NamedTuple):
     """``tokens`` after the known ones, -1 where the ranks are to draft them in the step itself.
 
     ``context``: positions of known tokens that the draft model has to compute for that, and for
-    later drafts, in the same step.
+    later drafts, in the same step. ``ahead``: it reads the token so far behind each of them.
     """
 
     tokens: tuple[int, ...] = ()
     context: range = range(0)
+    ahead: int = 0
 
 
 class Drafter(Protocol):

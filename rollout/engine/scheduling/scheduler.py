@@ -273,12 +273,13 @@ class Scheduler:
             if not budget or seq.reads_tokens or not entry.draws_alone:
                 continue
             seq.num_drafted = self.blocks.drafted_until(seq)
-            tokens, context = drafter.draft(seq, budget)
+            tokens, context, ahead = drafter.draft(seq, budget)
             tokens = tokens[: self.blocks.draft_room(seq, entry.num_new)]
             if tokens and not self.blocks.begin_drafts(seq, entry.num_new, len(tokens)):
                 continue
             if context:
-                entry.draft_context, seq.num_drafted = context, context.stop
+                entry.draft_context, entry.draft_ahead = context, ahead
+                seq.num_drafted = context.stop
                 self.blocks.note_drafted(seq, context)
                 batch.runs_draft = True
             entry.drafts, entry.num_new = tokens, entry.num_new + len(tokens)

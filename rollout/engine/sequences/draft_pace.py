@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _LONGEST_WAIT = 8  # steps
 
@@ -10,13 +10,18 @@ _LONGEST_WAIT = 8  # steps
 @dataclass(slots=True, kw_only=True)
 class DraftPace:
     """``length``: of the next draft, at most ``most``; ``waits``: for how many steps there is none
-    now, and ``next_wait`` for how many after the next draft that is all wrong.
+    now, and ``next_wait`` for how many after the next draft that is all wrong, ``first_wait`` after
+    one that was not.
     """
 
     most: int
     length: int
+    first_wait: int = 1
     waits: int = 0
-    next_wait: int = 1
+    next_wait: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.next_wait = self.first_wait
 
     def rests(self) -> bool:
         """Whether there is no draft in this step; asked once in each."""
@@ -34,6 +39,7 @@ class DraftPace:
         else:
             self.length = max(1, accepted)
         if accepted:
-            self.waits, self.next_wait = 0, 1
+            self.waits, self.next_wait = 0, self.first_wait
         else:
-            self.waits, self.next_wait = self.next_wait, min(2 * self.next_wait, _LONGEST_WAIT)
+            self.waits = self.next_wait
+            self.next_wait = min(max(2 * self.waits, 1), _LONGEST_WAIT)

@@ -322,13 +322,15 @@ class ScheduledEntry:
 
     The last of them may be ``drafts``, which are not known yet: each is right if it is what the
     step draws before it. Those that the draft model draws in the step are -1 until it is done;
-    ``draft_context``: the positions that it computes first.
+    ``draft_context``: the positions that it computes first, where it reads the tokens
+    ``draft_ahead`` behind them.
     """
 
     sequence: Sequence
     num_new: int
     drafts: tuple[int, ...] = ()
     draft_context: range = range(0)
+    draft_ahead: int = 0
 
     @property
     def start(self) -> int:

@@ -19,7 +19,7 @@ from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 
-_NOT_SENT = ("visual", "expert_pages", "chosen", "lasting_slots")
+_NOT_SENT = ("visual", "expert_pages", "hidden_pages", "chosen", "lasting_slots")
 _FORWARD = tuple(f.name for f in fields(ForwardBatch) if f.name not in _NOT_SENT)
 
 

@@ -52,8 +52,8 @@ class DraftBatch:
         chosen = [entries[i] for i in order]
         contexts = [entry.draft_context for entry in chosen]
         tokens = [
-            entry.sequence.token_ids[context.start : context.stop]
-            for entry, context in zip(chosen, contexts, strict=True)
+            e.sequence.token_ids[c.start + e.draft_ahead : c.stop + e.draft_ahead]
+            for e, c in zip(chosen, contexts, strict=True)
         ]
         counts = np.array([len(entry.drafts) for entry in chosen], np.int64)
         lengths = [len(context) for context in contexts]

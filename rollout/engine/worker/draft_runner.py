@@ -57,11 +57,12 @@ class DraftRunner:
     ) -> ForwardBatch:
         """``batch`` (CPU), of the policy's step, with its drafts in place of -1."""
         drawn: list[Tensor] = []
+        made: Tensor | None = None
         largest = self._part(model).config.vocab_size - 1
         for step, one in enumerate(drafts.forwards(drawn, self.kv.shape.block_size)):
             known = replace(one, input_ids=one.input_ids.clamp(max=largest))
             own = sampling.picked(drafts.drafting(step).numpy())
-            tokens = self._run(model, sampler, known, own)
+            tokens, made = self._run(model, sampler, known, own, made)
             drawn.append(self._shared(tokens).clamp(0, self._vocabulary - 1))
         return replace(batch, input_ids=drafts.fill(batch.input_ids, drawn))
 
@@ -71,12 +72,15 @@ class DraftRunner:
         sampler: Sampler | FusedSampler,
         batch: ForwardBatch,
         sampling: SamplingMetadata,
-    ) -> Tensor:
-        """[rows] int64, what rank 0 draws; of the others anything."""
+        before: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[rows] int64, what rank 0 draws, of the others anything; and what the next run of this
+        step is given as ``before``.
+        """
         part, graphs = self._part(model), self.graphs
         found = graphs.draw(model, batch, sampling) if self._is_first else None
         if found is not None:
-            return found.tokens.clone()  # the next run writes there
+            return found.tokens.clone(), None  # the next run writes there
         states, logits = graphs.hidden_states(model, batch), None
         if states is not None and isinstance(part, CausalLM):
             logits = part.logits(states)
@@ -84,6 +88,11 @@ class DraftRunner:
             logits = graphs.logits(model, batch)
         if logits is None:
             logits = part(self._to_device(batch), self.kv.layers)
+        return self._drawn(logits, sampler, sampling), None
+
+    def _drawn(
+        self, logits: Tensor, sampler: Sampler | FusedSampler, sampling: SamplingMetadata
+    ) -> Tensor:
         if not (self._is_first and sampling.num_sampled):
             return torch.zeros(sampling.num_sampled, dtype=torch.int64)
         if missing := self._vocabulary - logits.shape[1]:  # releases pad their vocabularies

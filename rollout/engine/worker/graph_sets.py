@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -132,14 +131,14 @@ class GraphSets:
         return [size for size in sizes if size <= most] or [most]
 
     def _capture_over(self, model: Model, kv: KVCache) -> None:
-        pages, experts, block = kv.layers, kv.experts, self._config.block_size
+        pages, block = kv.layers, self._config.block_size
         own, groups = self._part(model), kv.shape.groups
         longest = own.max_len
         if not groups or not groups[-1].forgets:  # else there are more positions than places
             longest = min(longest, kv.num_blocks * block)
         max_blocks = -(-longest // block)
         graphs = DecodeGraphs(
-            lambda batch: own(replace(batch, expert_pages=experts), pages),
+            lambda batch: own(kv.beside(batch), pages),
             self._sizes,
             max_blocks,
             self._device,
@@ -157,7 +156,7 @@ class GraphSets:
     def _capture_prompts(
         self, model: Model, kv: KVCache, max_blocks: int, pool: CapturePool
     ) -> None:
-        pages, experts, own = kv.layers, kv.experts, self._part(model)
+        pages, own = kv.layers, self._part(model)
         assert isinstance(own, CausalLM)
         beside = next(iter(self._prefill.values()), None)
         if beside is None:
@@ -169,7 +168,7 @@ class GraphSets:
             inputs = beside.inputs
         try:
             self._prefill[model] = PrefillGraphs(
-                lambda batch: own.hidden_states(replace(batch, expert_pages=experts), pages),
+                lambda batch: own.hidden_states(kv.beside(batch), pages),
                 self._shapes,
                 inputs,
                 pool,

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from rollout.config import HEAD
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
-from rollout.loader import resolve_component
+from rollout.loader import open_location, resolve_component
 from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig
 from rollout.models.held_tensors import HeldTensors
@@ -19,9 +20,6 @@ from rollout.models.model import Model
 from rollout.models.prediction_head import PredictionHead, head_fault
 from rollout.models.registry import Registry
 from rollout.weights import TensorMeta
-from rollout.weights.files import open_weights
-
-HEAD = "mtp"  # multi-token prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +36,12 @@ class HeldComponent:
     head_of: ModelConfig | None = None
 
     @classmethod
-    def at(cls, name: str, path: str, tp: TensorParallel, expert_parallel: bool) -> Self:
+    def at(cls, name: str, path: str | Path, tp: TensorParallel, expert_parallel: bool) -> Self:
         """From a checkpoint directory (without a ``config.json``, if it has none) or a hub id.
 
         Of a model that is known here the one called ``mtp`` is the head that it comes with.
         """
-        directory = resolve_component(path)
+        directory = resolve_component(str(path))
         if _is_known(directory / "config.json"):
             config = ModelConfig.from_directory(directory)
             if name == HEAD:
@@ -91,7 +89,7 @@ class HeldComponent:
                 f"draft_component={name!r} ({self.directory}): {fault}; name another, or leave it "
                 "out to draft by prompt lookup"
             )
-        return min(wanted, config.max_position_embeddings)
+        return wanted if self.head_of else min(wanted, config.max_position_embeddings)
 
     def build(self, beside: Build, longest: int | None = None) -> Model:
         """Empty, of the dtype and on the device of the policy that was built as ``beside`` says.
@@ -113,22 +111,32 @@ class HeldComponent:
         )
 
     def _running_head(self, config: ModelConfig, beside: Build, longest: int) -> Model:
-        for size in ("hidden_size", "vocab_size"):
-            own, wanted = getattr(config, size), getattr(beside.config, size)
+        policy, fault = beside.config, ""
+        if _family(config) != _family(policy):
+            fault = f"is of {config.architecture}, and the model is {policy.architecture}"
+        for size in ("hidden_size", "vocab_size", "num_layers"):
+            own, wanted = getattr(config, size), getattr(policy, size)
             if own != wanted:
-                raise ConfigError(
-                    f"the prediction head in {self.directory} is of a model whose {size} is {own}, "
-                    f"and the model's is {wanted}: name the head of the model's own release"
-                )
+                fault = fault or f"is of a model whose {size} is {own}, and the model's is {wanted}"
+        if fault:
+            raise ConfigError(
+                f"the prediction head in {self.directory} {fault}: name the head of the model's "
+                "own release"
+            )
+        # Positions are the policy's, which may be overridden.
+        most = policy.max_position_embeddings
+        config = replace(config, layers=policy.layers, max_position_embeddings=most)
         return PredictionHead(replace(beside, config=config), longest, self.tensors, self.prefixes)
 
 
+def _family(config: ModelConfig) -> str:
+    """What is one model, with images or without."""
+    return config.architecture.partition("For")[0]
+
+
 def _tensors(directory: Path) -> tuple[TensorMeta, ...]:
-    _, files = open_weights(directory)
-    try:
-        return tuple(files.metadata().values())
-    finally:
-        files.close()
+    with open_location(str(directory)) as checkpoint:
+        return tuple(checkpoint.metadata())
 
 
 def _is_known(file: Path) -> bool:

@@ -11,7 +11,7 @@ from rollout.engine.worker.state_cache import StateCache
 from rollout.errors import ConfigError, EngineClosed
 from rollout.models.config.model import ModelConfig
 from rollout.models.decoder.kv_groups import KVGroup, kv_groups
-from rollout.models.forward import LayerKV
+from rollout.models.forward import ForwardBatch, LayerKV
 
 # By ``kv_cache_dtype``; of "auto" keys and values have the model's.
 _CODES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
@@ -27,7 +27,8 @@ class KVShape:
     ``tensors``: 2, or 1 where values are a part of the keys. ``indexed``: the layers that keep keys
     of an index of ``index_dim``, too.
     ``experts``: of a mixture, on the rank that answers, the layers that have experts and how many
-    of them a token has: those are kept beside its keys and values.
+    of them a token has: those are kept beside its keys and values. ``hidden``: elements of its
+    hidden state, where that is kept, too.
     """
 
     num_layers: int
@@ -43,6 +44,7 @@ class KVShape:
     index_dim: int = 0
     experts: tuple[int, int] = (0, 0)
     expert_dtype: torch.dtype = torch.uint8
+    hidden: int = 0
     groups: tuple[KVGroup, ...] = ()  # none: one, of all layers
 
     @classmethod
@@ -54,6 +56,8 @@ class KVShape:
         dtype: torch.dtype,
         sparse_layers: int = 0,
         kv_cache_dtype: str = "auto",
+        *,
+        keeps_hidden: bool = False,
     ) -> Self:
         """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks."""
         model.check_blocks(block_size)
@@ -68,6 +72,7 @@ class KVShape:
             codes=_CODES.get(kv_cache_dtype),
             experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
             expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
+            hidden=model.hidden_size if keeps_hidden else 0,
             groups=kv_groups(model),
         )  # fmt: skip
 
@@ -98,8 +103,8 @@ class KVShape:
     @property
     def block_bytes(self) -> int:
         kept = self.experts[0] * self.experts[1] * self.expert_dtype.itemsize
-        keys = len(self.indexed) * self.index_dim * self.dtype.itemsize
-        return self.page_layers * self._layer_bytes + self.block_size * (keys + kept)
+        kept += (len(self.indexed) * self.index_dim + self.hidden) * self.dtype.itemsize
+        return self.page_layers * self._layer_bytes + self.block_size * kept
 
     @property
     def told_groups(self) -> list[list[int]]:
@@ -132,6 +137,7 @@ class KVCache:
         self.num_blocks = 0
         self._layers: list[LayerKV] = []
         self.experts: torch.Tensor | None = None  # [slots + 1, *shape.experts]
+        self.hidden: torch.Tensor | None = None  # [slots + 1, shape.hidden]
 
     @property
     def layers(self) -> list[LayerKV]:
@@ -139,6 +145,10 @@ class KVCache:
         if not self._layers:
             raise EngineClosed("this rank has no KV cache: the engine is asleep or not started")
         return self._layers
+
+    def beside(self, batch: ForwardBatch) -> ForwardBatch:
+        """``batch``, with the pages of what is kept of whole tokens."""
+        return replace(batch, expert_pages=self.experts, hidden_pages=self.hidden)
 
     @property
     def block_bytes(self) -> int:
@@ -169,8 +179,10 @@ class KVCache:
             if len(shape.groups) > 1:
                 of = {layer: i for group in shape.groups for i, layer in enumerate(group.layers)}
                 self._layers = [self._layers[of[layer]] for layer in sorted(of)]
+            rows = num_blocks * shape.block_size + 1  # the last: of what has no place
+            if shape.hidden:
+                self.hidden = torch.empty(rows, shape.hidden, dtype=shape.dtype, device=self.device)
             if shape.experts[0]:
-                rows = num_blocks * shape.block_size + 1  # the last: of what has no place
                 self.experts = torch.zeros(
                     rows, *shape.experts, dtype=shape.expert_dtype, device=self.device
                 )
@@ -210,7 +222,7 @@ class KVCache:
 
     def free(self) -> None:
         """Drop the pages; ``num_blocks`` remembers how many to take again."""
-        self._layers, self.experts = [], None
+        self._layers, self.experts, self.hidden = [], None, None
         if self.states is not None:
             self.states.free()
         if self.draft is not None:

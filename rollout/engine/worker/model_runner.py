@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -25,11 +26,13 @@ from rollout.engine.steps.batch import decode_batch, with_drawn
 from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.engine.worker.draft_runner import DraftRunner
 from rollout.engine.worker.graph_sets import GraphSets
+from rollout.engine.worker.head_runner import HeadRunner
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.load_trace import traced
 from rollout.engine.worker.state_cache import StateCache, StateShape
 from rollout.engine.worker.weight_instances import ModelInstances
+from rollout.errors import ConfigError
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import Checkpoint, open_location
 from rollout.models.adapters.slots import AdapterSlots
@@ -39,11 +42,13 @@ from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, VisualRows
 from rollout.models.model import Model
+from rollout.models.prediction_head import PredictionHead
 from rollout.models.vision_lm import VisionCausalLM
 from rollout.weights import LazyTensor, TensorMeta
 from rollout.weights.components import POLICY, component_of, own_name, qualified
 from rollout.wire.frames import Reply
 
+_THERE = ("visual", "expert_pages", "hidden_pages")  # of a batch, on the device already
 _LOGITS = 32 << 20  # elements of logits that are made at once, of many rows
 
 
@@ -66,8 +71,8 @@ class ModelRunner:
         self._found, self.model_config = found, found.config
         self.dtype = found.dtype_of(config)
         self._components = {
-            name: HeldComponent.at(name, path, tp, config.expert_parallel)
-            for name, path in config.components.items()
+            name: HeldComponent.at(name, found.component(config, name), tp, config.expert_parallel)
+            for name in config.components
         }
         self._draft_longest = 0
         if name := config.draft_component:
@@ -116,6 +121,7 @@ class ModelRunner:
             self.dtype,
             kept,
             config.kv_cache_dtype,
+            keeps_hidden=isinstance(self._draft, HeadRunner),
         )
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         pages = None if self._draft is None else self._draft.kv
@@ -139,6 +145,7 @@ class ModelRunner:
             "pending_bytes": self.table.pending * self.dtype.itemsize,
             "kv_block_bytes": self.kv.block_bytes,
             "draft_longest": self._draft_longest,
+            "drafts_by_head": isinstance(self._draft, HeadRunner),
             "kv_groups": self.kv.told_groups,
             "graph_bytes": sum(graphs.nbytes() for graphs in self._all_graphs),
             "adapter_bytes": 0 if self.adapters is None else self.adapters.nbytes,
@@ -227,7 +234,16 @@ class ModelRunner:
         most = min(config.max_drafting(self.device.type), config.max_num_seqs)
         prompts = min(config.cuda_graph_prefill, most * (config.num_speculative_tokens + 1))
         few = replace(config, max_num_seqs=most, cuda_graph_sizes=(), cuda_graph_prefill=prompts)
-        return DraftRunner(
+        kind: Callable[..., DraftRunner] = DraftRunner
+        if isinstance(part(live), PredictionHead):
+            if not isinstance(live.policy, CausalLM):
+                raise ConfigError(
+                    f"draft_component={name!r}: a prediction head reads hidden states, which a "
+                    "model class from elsewhere does not give; leave it out"
+                )
+            few = replace(few, cuda_graphs="off")
+            kind = partial(HeadRunner, hidden=self._hidden_pages)
+        return kind(
             part,
             KVCache(shape, self.device),
             GraphSets(few, live, self.device, draws, part),
@@ -236,6 +252,10 @@ class ModelRunner:
             to_device=self._moved,
             shared=self._of_rank_0,
         )
+
+    def _hidden_pages(self) -> Tensor:
+        assert self.kv.hidden is not None
+        return self.kv.hidden
 
     def _output(
         self,
@@ -342,7 +362,7 @@ class ModelRunner:
         release_unused(self.device)
 
     def _to_device(self, batch: ForwardBatch) -> ForwardBatch:
-        return self._moved(replace(batch, expert_pages=self.kv.experts))
+        return self._moved(self.kv.beside(batch))
 
     def _moved(self, batch: ForwardBatch) -> ForwardBatch:
         if self.device.type == "cpu":
@@ -350,12 +370,17 @@ class ModelRunner:
         moved = {
             f.name: getattr(batch, f.name).to(self.device, non_blocking=True)
             for f in fields(ForwardBatch)
-            if f.name not in ("visual", "expert_pages") and getattr(batch, f.name) is not None
+            if f.name not in _THERE and getattr(batch, f.name) is not None
         }
         visual = batch.visual
         if visual is not None:
             visual = replace(visual, rows=to_device(visual.rows, self.device))
-        return ForwardBatch(**moved, visual=visual, expert_pages=batch.expert_pages)
+        return ForwardBatch(
+            **moved,
+            visual=visual,
+            expert_pages=batch.expert_pages,
+            hidden_pages=batch.hidden_pages,
+        )
 
     def move_adapters(self, moves: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """See ``AdapterPlaces``; between steps, in lockstep on all ranks."""

@@ -1,0 +1,246 @@
+"""Drafts by the prediction head of a release: what it reads, how many are right, and that none is
+seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_heads import OWN, write_release
+from tiny_models import write_tiny
+from torch import Tensor
+
+from rollout import EngineConfig, RequestOutput, Rollout, SamplingParams
+from rollout.errors import ConfigError
+from rollout.models.prediction_head import PredictionHead
+from rollout.server.preflight import Preflight, check
+
+ENGINE: dict[str, Any] = {
+    "device": "cpu", "num_threads": 1, "num_kv_blocks": 200, "block_size": 8, "max_model_len": 128,
+    "skip_tokenizer_init": True,
+}  # fmt: skip
+DRAFTS = {"draft_component": "mtp", "num_speculative_tokens": 3}
+PROMPTS = [[7, 3, 11, 200, 5, 9, 42, 17] * 3, [7, 3, 11, 200, 5, 9, 42, 17, 3, 4], [90, 91] * 4]
+SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=2, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+
+
+def answers(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [one.token_ids for out in outputs for one in out.outputs]
+
+
+def logprobs(outputs: list[RequestOutput]) -> np.ndarray[Any, Any]:
+    return np.array([x for out in outputs for one in out.outputs for x in one.logprobs.raw])
+
+
+def rates(engine: Rollout) -> tuple[int, int]:
+    now = engine.metrics()
+    return now.spec_accepted_tokens_total, now.spec_draft_tokens_total
+
+
+def foresee(path: Path) -> None:
+    """Have each next token follow from the last one alone, as layers add nothing, and the head draw
+    by that, too."""
+    file, plus_one = (
+        path / "model.safetensors",
+        "mtp.fc.weight" in load_file(path / "model.safetensors"),
+    )
+    tensors, own = load_file(file), "mtp." if plus_one else "model.layers."
+    last = tensors["model.norm.weight"]
+    for name, tensor in tensors.items():
+        if any(end in name for end in ("o_proj.", "out_proj.", "down_proj")):
+            tensor.zero_()
+        if name.startswith(own) and name.endswith(("enorm.weight", "fc_norm_embedding.weight")):
+            tensor.fill_(0.0 if plus_one else 1.0)
+        if name.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
+            tensor.copy_(last)
+        if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
+            tensor.copy_(torch.eye(*tensor.shape))
+        if name.endswith(OWN[0] + ".weight"):
+            tensor.copy_(tensors["model.embed_tokens.weight"])
+        if name.endswith(OWN[1] + ".weight"):
+            tensor.copy_(tensors["lm_head.weight"])
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("tiny")
+    for arch in ("glm4_moe", "qwen3_next"):
+        own = OWN if arch == "glm4_moe" else ()
+        write_release(where / arch, arch, own=own, seed=2, rms_norm_eps=1e-9)
+        # Two norms are one where nothing is added to what they divide by.
+        write_release(where / f"right_{arch}", arch, own=own, rms_norm_eps=1e-9)
+        foresee(where / f"right_{arch}")
+    write_tiny(where / "llama", "llama")
+    write_tiny(where / "headless", "glm4_moe")
+    return {path.name: path for path in where.iterdir()}
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v3", "qwen3_5"])
+def test_it_reads_the_policys_states_and_the_tokens_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    """In the first pass of a step; in later ones what it has made itself. Also behind what a wrong
+    draft has left, and where a prefix was found.
+    """
+    oracle = write_release(tmp_path, arch)
+    seen: list[tuple[Any, Tensor, Tensor]] = []
+    run = PredictionHead.hidden_states
+
+    def watched(self: PredictionHead, policy: Any, batch: Any, kv: Any, before: Tensor) -> Tensor:
+        seen.append((batch, before.clone(), run(self, policy, batch, kv, before)))
+        return seen[-1][2]
+
+    monkeypatch.setattr(PredictionHead, "hidden_states", watched)
+    with Rollout(str(tmp_path), **ENGINE, **DRAFTS, max_num_batched_tokens=24) as engine:
+        for _ in range(2):
+            read: set[int] = set()
+            [out] = engine.generate([PROMPTS[0]], GREEDY)
+            ids = torch.tensor([*PROMPTS[0], *out.outputs[0].token_ids])
+            states = oracle.policy_states(ids)
+            wanted, _ = oracle(ids[1:], states[:-1])
+            last: Tensor | None = None
+            later = 0
+            for batch, before, found in seen:
+                at = batch.positions
+                if last is not None and torch.equal(before, last):
+                    later += 1
+                else:
+                    read |= set(at.tolist())
+                    assert torch.equal(batch.input_ids, ids[at + 1])
+                    assert torch.allclose(before, states[at], atol=1e-4)
+                    assert torch.allclose(found, wanted[at[batch.logit_rows]], atol=1e-4)
+                last = found
+            assert read >= set(range(out.num_cached_tokens, len(ids) - 10))
+            assert later
+            seen.clear()
+        assert out.num_cached_tokens
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more)])
+@pytest.mark.parametrize("arch", ["glm4_moe", "qwen3_next"])
+def test_a_head_that_foresees_the_policy_is_always_right(
+    tiny: dict[str, Path], arch: str, ranks: int
+) -> None:
+    """Of a release, at any temperature; once another one's are loaded, and after a sleep."""
+    right, other = tiny[f"right_{arch}"], tiny[arch]
+    params = [SAMPLED, GREEDY]
+    with Rollout(str(right), **ENGINE) as plain:
+        wanted = [plain.generate(PROMPTS, each) for each in params]
+    settings = ENGINE | DRAFTS | {"tensor_parallel_size": ranks}
+    with Rollout(str(other), **settings) as engine:
+        engine.generate(PROMPTS, SAMPLED)
+        assert rates(engine)[0] < rates(engine)[1] / 4
+        receipt = engine.update_weights({"policy": str(right), "mtp": str(right)})
+        assert receipt.components["mtp"].num_tensors > 10
+        for asleep in (False, True):
+            if asleep:
+                engine.sleep(level=1)
+                engine.wake_up()
+            before, steps = rates(engine), engine.metrics().steps_total
+            for each, known in zip(params, wanted, strict=True):
+                found = engine.generate(PROMPTS, each)
+                assert answers(found) == answers(known)
+                assert np.abs(logprobs(found) - logprobs(known)).max() < 1e-4
+            accepted, drafted = np.subtract(rates(engine), before)
+            assert accepted == drafted > 6 * 40 / 2
+            assert engine.metrics().steps_total - steps < 40
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [
+        ("deepseek_v3", {}),
+        ("glm4_moe", {"kv_cache_dtype": "int8"}),
+        ("qwen3_next", {}),
+        pytest.param("qwen3_5", {"tensor_parallel_size": 2}, marks=pytest.mark.more),
+        pytest.param("qwen3_5_moe", {}, marks=pytest.mark.more),
+        pytest.param("glm4_moe_lite", {"quantization": "int8"}, marks=pytest.mark.more),
+    ],
+)
+def test_no_head_changes_a_token(tmp_path: Path, arch: str, settings: dict[str, Any]) -> None:
+    """One of random weights is mostly wrong; among few blocks, with preemption, in small steps."""
+    write_release(tmp_path, arch, own=OWN if arch == "glm4_moe" else ())
+    few = ENGINE | settings | {
+        "num_kv_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 4,
+        "state_snapshot_blocks": 2,
+    }  # fmt: skip
+    with Rollout(str(tmp_path), **few) as plain:
+        wanted = plain.generate(PROMPTS, SAMPLED)
+    with Rollout(str(tmp_path), **few, **DRAFTS) as engine:
+        for _ in range(2):
+            assert answers(engine.generate(PROMPTS, SAMPLED)) == answers(wanted)
+        accepted, drafted = rates(engine)
+        assert accepted < drafted > 50
+        assert engine.metrics().preemptions_total
+        engine._async.backend.core.scheduler.check_integrity()
+
+
+def test_bits_are_those_that_come_without_where_they_depend_on_no_batch(
+    tiny: dict[str, Path],
+) -> None:
+    settings = ENGINE | {"deterministic": True}
+    with Rollout(str(tiny["glm4_moe"]), **settings) as plain:
+        wanted = plain.generate(PROMPTS, SAMPLED)
+    with Rollout(str(tiny["glm4_moe"]), **settings, **DRAFTS) as engine:
+        found = engine.generate(PROMPTS, SAMPLED)
+        assert rates(engine)[1] > 50
+    assert [s.logprobs.raw for o in found for s in o.outputs] == [
+        s.logprobs.raw for o in wanted for s in o.outputs
+    ]
+
+
+def test_a_check_counts_the_head_and_what_it_reads(tiny: dict[str, Path]) -> None:
+    def checked(**more: Any) -> Preflight:
+        settings = {**ENGINE, **more, "kv_cache_bytes": 1 << 20, "num_kv_blocks": None}
+        return check(EngineConfig(model=str(tiny["glm4_moe"]), **settings))
+
+    own, both = checked(), checked(**DRAFTS)
+    with Rollout(str(tiny["glm4_moe"]), **ENGINE, **DRAFTS) as engine:
+        plan = engine._async.backend.core.memory
+    assert both.memory.weights == plan.weights > own.memory.weights
+    layer, hidden = 2 * 2 * 16 * 4, 64 * 4
+    assert both.kv_bytes_per_token == own.kv_bytes_per_token + layer + hidden
+    assert any("mtp: prediction head" in line for line in both.lines())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_saved_engine_starts_with_its_head(
+    tiny: dict[str, Path], tmp_path: Path, ranks: int
+) -> None:
+    settings = ENGINE | DRAFTS | {"tensor_parallel_size": ranks}
+    with Rollout(str(tiny["right_glm4_moe"]), **settings) as engine:
+        wanted = answers(engine.generate(PROMPTS, GREEDY))
+        engine.save_sharded_state(str(tmp_path))
+    own = {"components": {"mtp": str(tmp_path / "mtp")}}
+    with Rollout(str(tmp_path), **settings, **own) as engine:
+        assert answers(engine.generate(PROMPTS, GREEDY)) == wanted
+        accepted, drafted = rates(engine)
+        assert accepted == drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "told"),
+    [
+        ("llama", {}, "LlamaForCausalLM has no such layers"),
+        ("headless", {}, "no tensors of layers that predict further tokens"),
+        ("glm4_moe", {"num_speculative_tokens": 0}, "drafts num_speculative_tokens, of 1 or more"),
+        (
+            "llama",
+            {"components": {"mtp": "glm4_moe"}},
+            "is of Glm4MoeForCausalLM, and the model is LlamaForCausalLM",
+        ),
+    ],
+)
+def test_what_cannot_draft_is_refused(
+    tiny: dict[str, Path], model: str, settings: dict[str, Any], told: str
+) -> None:
+    if "components" in settings:
+        settings = {"components": {"mtp": str(tiny[settings["components"]["mtp"]])}}
+    with pytest.raises(ConfigError, match=told):
+        Rollout(str(tiny[model]), **{**ENGINE, **DRAFTS, **settings})
