@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from tiny_vision import write_vision
 from torch import Tensor, nn
 
 MTP = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # whose files call it ``mtp``
-OWN = ("embed_tokens", "shared_head.head")  # what other heads may have a copy of
 FUSED = ("qwen3_5_moe",)  # whose files have experts as transformers has them in memory
 ATTENDING = 2  # the number of a layer that attends, in their tiny models
 
@@ -25,7 +24,7 @@ class OracleHead:
     ``policy``: transformers' own model; ``prefix``: of the names; ``parts``: what the files have.
     """
 
-    def __init__(self, policy: Any, arch: str, own: Sequence[str]) -> None:
+    def __init__(self, policy: Any, arch: str, copies: bool) -> None:
         self.policy, base = policy, policy.get_decoder()
         config, kind = base.config, type(base.layers[0])
         norm, hidden = type(base.norm), config.hidden_size
@@ -41,9 +40,8 @@ class OracleHead:
             parts |= dict(layer.named_children())
             parts["shared_head"] = nn.ModuleDict({"norm": norms[2]})
             names = ("enorm", "hnorm", "eh_proj")
-            if OWN[0] in own:
+            if copies:  # others than the policy's: nobody reads them
                 parts["embed_tokens"] = nn.Embedding(config.vocab_size, hidden)
-            if OWN[1] in own:
                 parts["shared_head"]["head"] = nn.Linear(hidden, config.vocab_size, bias=False)
         parts |= dict(zip(names, (norms[0], norms[1], joined, norms[2]), strict=False))
         self.parts, self.used = nn.ModuleDict(parts).eval(), (layer, joined, *norms)
@@ -57,9 +55,7 @@ class OracleHead:
         there.
         """
         layer, joined, of_token, of_state, last = self.used
-        found = dict(self.parts.named_modules())
-        embedding = found.get(OWN[0], self.policy.get_input_embeddings())
-        head = found.get(OWN[1], self.policy.get_output_embeddings())
+        embedding, head = self.policy.get_input_embeddings(), self.policy.get_output_embeddings()
         x = embedding(following)
         x = joined(torch.cat((of_token(x), of_state(before)), dim=-1))[None]
         positions = torch.arange(len(following))[None]
@@ -96,16 +92,16 @@ def write_release(
     arch: str,
     *,
     seed: int = 0,
-    own: Sequence[str] = (),
+    copies: bool = False,
     images: bool = False,
     **overrides: Any,
 ) -> OracleHead:
     """Save a tiny model with its prediction head into ``path``; see ``write_tiny``.
 
-    ``own``: those of ``OWN`` that the head has (none where it is called ``mtp``).
+    ``copies``: the head has an embedding and a vocabulary head (none where it is called ``mtp``).
     ``images``: of the model that sees images, too.
     """
-    assert not (own and arch in MTP), "there the policy's are used"
+    assert not (copies and arch in MTP), "there the policy's are used"
     if images:
         policy = write_vision(path, arch, seed=seed)
     else:
@@ -115,7 +111,7 @@ def write_release(
         (path / "config.json").write_text(json.dumps({**told, "num_nextn_predict_layers": 1}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + 1000)
-        head = OracleHead(policy, arch, own)
+        head = OracleHead(policy, arch, copies)
     file = path / "model.safetensors"
     save_file(load_file(file) | dict(head.tensors(arch in FUSED)), file, {"format": "pt"})
     return head

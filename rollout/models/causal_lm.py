@@ -21,7 +21,7 @@ from rollout.models.decoder.moe import SparseMoE
 from rollout.models.decoder.native_blocks import NativeBlocks
 from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer
-from rollout.models.layers.embedding import Embedding, Head, VocabParallel
+from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
 from rollout.models.layers.score_head import ScoreHead
 from rollout.models.model import Model
@@ -137,11 +137,9 @@ class CausalLM(Model):
         pages[slots if slots.dim() == 1 else slots[-1]] = x
         return x[rows]
 
-    def embedded(self, ids: Tensor, by: Embedding | None = None) -> Tensor:
-        """Token ids [T] -> [T, hidden], times their factor; one all-reduce. ``by``: an embedding in
-        the place of the model's own.
-        """
-        x: Tensor = (by or self.model.embedding)(ids)
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Token ids [T] -> [T, hidden], times their factor; one all-reduce."""
+        x: Tensor = self.model.embedding(ids)
         return x if self.embedding_scale == 1 else x * self.embedding_scale
 
     def _of_layers(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> list[ForwardBatch]:
@@ -167,11 +165,7 @@ class CausalLM(Model):
         if self.score is not None:
             assert not len(states), "requests that need logits are refused"
             return states.new_empty(0, self.config.vocab_size)
-        return self.scaled(self.head.logits(states))
-
-    def scaled(self, logits: Tensor) -> Tensor:
-        """What a head makes of states, times the factor of logits, under their cap."""
-        config = self.config
+        config, logits = self.config, self.head.logits(states)
         if config.logits_scale != 1:
             logits = logits * config.logits_scale
         if config.logits_softcap:

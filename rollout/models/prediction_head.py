@@ -16,7 +16,6 @@ from rollout.models.causal_lm import CausalLM, make_block, make_rotary
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build, Layer
-from rollout.models.layers.embedding import Embedding, Head
 from rollout.models.layers.linear import ReplicatedLinear
 from rollout.models.layers.norm import Norm, make_norm
 from rollout.models.layers.rotary import Rotary
@@ -30,17 +29,13 @@ REMEDY = "hold it without draft_component"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What every head has, whatever its files call it; without ``embedding`` or ``head`` it is the
-    policy's that is used.
-    """
+    """What every head has, whatever its files call it."""
 
     of_token: Norm
     of_state: Norm
     joined: ReplicatedLinear
     block: nn.Module
     last: Norm
-    embedding: Embedding | None = None
-    head: Head | None = None
 
 
 class PredictionHead(Model):
@@ -49,12 +44,10 @@ class PredictionHead(Model):
     Joins both, each normalised, in a linear that every rank holds whole, and runs one attending
     decoder layer on that, which is cut over the ranks, and has the policy's rope and experts. What
     comes out may stand in the place of the policy's state, for the token behind (DeepSeek-V3, arXiv
-    2412.19437, section 2.2). Of a release with several such layers the first one runs. There are
-    two kinds, told apart by the names of the files, which ``table`` has:
-
-    - ``model.layers.N.``, N being the number of the policy's layers: may have an embedding and a
-      vocabulary head of its own;
-    - ``mtp.``.
+    2412.19437, section 2.2). Embedding and vocabulary head are the policy's; copies of them, which
+    files of some releases have, are passed over. Of several such layers the first one runs. Names
+    in ``table`` are those of the files: ``mtp.``, or ``model.layers.N.``, N being the number of the
+    policy's layers.
 
     States go on normalised, as the policy's do, like those of transformers' ``MtpModel``.
 
@@ -79,8 +72,8 @@ class PredictionHead(Model):
         if root == MTP:
             self.mtp, self._parts = _of_qwen(own)
         else:
-            self.model, self._parts = _of_next_layer(own, root, names)
-        self.table = build_table(self, prefixes=_narrowed(build.config, names, prefixes))
+            self.model, self._parts = _of_next_layer(own, root)
+        self.table = build_table(self, prefixes=_narrowed(root, build.config, names, prefixes))
         self._refuse_missing(tensors)
         self.eval()
 
@@ -107,7 +100,7 @@ class PredictionHead(Model):
         """
         parts = self._parts
         with policy.unadapted():
-            x = policy.embedded(batch.input_ids, parts.embedding)
+            x = policy.embedded(batch.input_ids)
         x = parts.joined(torch.cat((parts.of_token(x), parts.of_state(before)), dim=-1))
         x, residual = parts.block(x, None, self.rotary(batch.positions), batch, kv[0])
         rows = batch.logit_rows
@@ -116,8 +109,6 @@ class PredictionHead(Model):
     @torch.no_grad()
     def logits(self, policy: CausalLM, states: Tensor) -> Tensor:
         """[rows, vocab_size] of what ``hidden_states`` gave, as the policy's; one all-gather."""
-        if self._parts.head is not None:
-            return policy.scaled(self._parts.head.logits(states))
         with policy.unadapted():
             return policy.logits(states)
 
@@ -194,32 +185,21 @@ def _of_qwen(build: Build) -> tuple[nn.Module, _Parts]:
     return nn.ModuleDict(modules), parts
 
 
-def _of_next_layer(build: Build, root: str, names: set[str]) -> tuple[nn.Module, _Parts]:
-    parts = _make_parts(
-        build,
-        Embedding(build) if f"{root}embed_tokens.weight" in names else None,
-        Head(build) if f"{root}shared_head.head.weight" in names else None,
-    )
-    shared = nn.ModuleDict({"norm": parts.last})
+def _of_next_layer(build: Build, root: str) -> tuple[nn.Module, _Parts]:
+    parts = _make_parts(build)
     modules = {
         "enorm": parts.of_token,
         "hnorm": parts.of_state,
         "eh_proj": parts.joined,
-        "shared_head": shared,
+        "shared_head": nn.ModuleDict({"norm": parts.last}),
     }
-    if parts.head is not None:
-        shared["head"] = parts.head
-    if parts.embedding is not None:
-        modules["embed_tokens"] = parts.embedding
     for name, module in modules.items():
         parts.block.add_module(name, module)
     _, _, number, _ = root.split(".")
     return nn.ModuleDict({"layers": nn.ModuleDict({number: parts.block})}), parts
 
 
-def _make_parts(
-    build: Build, embedding: Embedding | None = None, head: Head | None = None
-) -> _Parts:
+def _make_parts(build: Build) -> _Parts:
     hidden = build.config.hidden_size
     return _Parts(
         of_token=make_norm(build, hidden),
@@ -227,16 +207,17 @@ def _make_parts(
         joined=ReplicatedLinear(build, 2 * hidden, hidden, tiled=True),
         block=make_block(build, 0),
         last=make_norm(build, hidden),
-        embedding=embedding,
-        head=head,
     )
 
 
 def _narrowed(
-    config: ModelConfig, names: set[str], prefixes: Mapping[str, str]
+    root: str, config: ModelConfig, names: set[str], prefixes: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """``prefixes`` of all that predict further tokens, but for those behind the first."""
+    """``prefixes`` of all that predict further tokens, but for those behind the first, and for
+    copies of what is the policy's.
+    """
     listed = (name.split(".")[:3] for name in names if name.startswith(f"{MTP}layers."))
     behind = dict.fromkeys(config.further_prefixes[1:], "")
     behind |= {f"{MTP}layers.{number}.": "" for _, _, number in listed if number != "0"}
+    behind |= {f"{root}{copied}.": "" for copied in ("embed_tokens", "shared_head.head")}
     return behind | {prefix: own for prefix, own in prefixes.items() if prefix not in behind}
