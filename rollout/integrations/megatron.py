@@ -3,8 +3,8 @@
 Each parameter of a ``GPTModel`` is read as views that are boxes of the checkpoint's tensors: no
 rank needs more than its shard, and nothing is converted. ``linear_qkv`` interleaves rows by query
 group (its queries, its key, its value), ``linear_fc1`` is this rank's rows of gate, then of up;
-vocabularies are padded. Data- and context-parallel replicas hold the same boxes, each of which
-travels once. Megatron is not imported.
+vocabularies are padded; what predicts further tokens is the component ``mtp``. Data- and context-
+parallel replicas hold the same boxes, each of which travels once. Megatron is not imported.
 """
 
 from __future__ import annotations
@@ -12,25 +12,31 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollout.config import DEFAULT_TIMEOUT
+from rollout.config import DEFAULT_TIMEOUT, HEAD
 from rollout.errors import ConfigError, WeightMismatch, some
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard_plan import gap
 from rollout.weight_sync.trainer.sources.names import named_weights
 from rollout.weight_sync.trainer.sources.values import check_all, is_dtensor
 from rollout.weights import Box, Shape, TensorMeta
+from rollout.weights.components import POLICY, component_of, qualified
 from rollout.weights.expert_names import PROJ_NAMES, W123_NAMES
 from rollout.wire.codec import from_plain, to_plain
 
 Place = tuple[int, int]  # (rank, size) along one kind of parallelism
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"),
+    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+)
+_BIASED = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")  # the choice of experts
+_NEXT_LAYERS = _BIASED  # may come with layers that predict further tokens
 
 _REPLICATED = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -41,7 +47,28 @@ _REPLICATED = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
 }
+# Of latent attention, in the place of norms of queries and keys.
+_LATENT_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+}
+_LATENT = {
+    "self_attention.linear_q_proj.weight": "q_proj",
+    "self_attention.linear_q_down_proj.weight": "q_a_proj",
+    "self_attention.linear_q_up_proj.weight": "q_b_proj",
+    "self_attention.linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
+    "self_attention.linear_kv_up_proj.weight": "kv_b_proj",
+}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Around the layer of a head of multi-token prediction, which Megatron has called both.
+_HEAD = re.compile(r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)")
+_AROUND = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
+}
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))"
 )
@@ -69,7 +96,8 @@ class MegatronSource:
     or its dict. ``tp``, ``pp``, ``ep`` and ``etp`` (expert tensor parallelism; as ``tp`` unless
     given): (rank, size) each, read from Megatron's ``parallel_state`` where it is initialised.
     ``group``: the torch group of all ranks that hold the model, the sender first; the default group
-    unless given.
+    unless given. ``mtp``: whether the heads that predict further tokens are sent, where the model
+    has some: to an engine with the component of that name, at one commit with the policy.
 
     Collective over ``group``, within ``timeout`` seconds. Serves one update. Float tensors go as
     the model holds them and are cast on the way. Raises, on every rank alike, ``WeightMismatch``
@@ -80,7 +108,8 @@ class MegatronSource:
     def __init__(
         self, model_chunks: nn.Module | Sequence[nn.Module], *, config: Any,
         tp: Place | None = None, pp: Place | None = None, ep: Place | None = None,
-        etp: Place | None = None, group: Any = None, timeout: float = DEFAULT_TIMEOUT,
+        etp: Place | None = None, group: Any = None, mtp: bool = True,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:  # fmt: skip
         chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
         self._group = group
@@ -93,7 +122,8 @@ class MegatronSource:
             places = {"tp": tp, "pp": pp, "ep": ep, "etp": etp}
             layout = MegatronLayout.of(config, places, alone=self.agreement.size == 1)
             for part in layout.parts(chunks):
-                self._parts.setdefault(part.name, []).append(part)
+                if mtp or component_of(part.name) == POLICY:
+                    self._parts.setdefault(part.name, []).append(part)
         mine = {
             name: [str(p[0].values.dtype).removeprefix("torch."), p[0].shape, [q.box for q in p]]
             for name, p in self._parts.items()
@@ -125,6 +155,10 @@ class MegatronSource:
         self._metadata = tuple(metas.values())
         if (problem := gap(self._metadata, have)) is not None:
             raise WeightMismatch(f"{problem}; are tp, pp, ep and etp those of the model?")
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(component_of(meta.name) for meta in self._metadata))
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         return self._metadata
@@ -267,9 +301,30 @@ class MegatronLayout:
             return self._vocabulary(_HEADS[name], tensor) if sent else []
         if name == "decoder.final_layernorm.weight":
             return [_whole("model.norm.weight", tensor)]
-        if (match := _LAYER.fullmatch(name)) is None:
+        if (match := _LAYER.fullmatch(name)) is not None:
+            return self._layer(f"model.layers.{number(int(match[1]))}", match[2], tensor)
+        if (match := _HEAD.fullmatch(name)) is None:
             return None
-        layer, rest = f"model.layers.{number(int(match[1]))}", match[2]
+        behind = int(self.config["num_hidden_layers"]) + int(match[1])
+        found = self._head(f"model.layers.{behind}", match[2], tensor)
+        return found and [replace(part, name=qualified(HEAD, part.name)) for part in found]
+
+    def _head(self, layer: str, rest: str, tensor: Tensor) -> list[Part] | None:
+        """As files of DeepSeek-V3 and GLM-4.5 have it: behind the last layer."""
+        if self.config["model_type"] not in _NEXT_LAYERS:
+            return None
+        if rest in _AROUND:
+            return [_whole(f"{layer}.{_AROUND[rest]}", tensor)]
+        if rest == "eh_proj.weight":
+            return [_cut(f"{layer}.eh_proj.weight", tensor, 0, self.tp)]
+        return self._layer(layer, rest, tensor)
+
+    def _layer(self, layer: str, rest: str, tensor: Tensor) -> list[Part] | None:
+        latent = "kv_lora_rank" in self.config
+        if latent and rest in _LATENT_NORMS:
+            return [_whole(f"{layer}.{_LATENT_NORMS[rest]}", tensor)]
+        if latent and rest in _LATENT:
+            return [self._latent(f"{layer}.self_attn.{_LATENT[rest]}.weight", tensor)]
         if rest in _REPLICATED:
             return [_whole(f"{layer}.{_REPLICATED[rest]}", tensor)]
         if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
@@ -320,14 +375,37 @@ class MegatronLayout:
                 at += count
         return found
 
+    def _latent(self, name: str, tensor: Tensor) -> Part:
+        """This rank's rows; of what leads into the latent space all of them, or its rows."""
+        config = self.config
+        whole = {
+            "q_a_proj": config.get("q_lora_rank"),
+            "kv_a_proj_with_mqa": int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]),
+        }
+        if len(tensor) == whole.get(name.split(".")[-2]):
+            return _whole(name, tensor)
+        return _cut(name, tensor, 0, self.tp)
+
     def _experts(self, layer: str, rest: str, tensor: Tensor) -> list[Part] | None:
-        """A router, or one expert's linear: of ``local_experts``, or grouped (``weight3``)."""
-        names = W123_NAMES if self.config["model_type"] == "mixtral" else PROJ_NAMES
+        """A router, the expert that every token passes, or one expert's linear: of
+        ``local_experts``, or grouped (``weight3``).
+        """
+        kind = self.config["model_type"]
+        names = W123_NAMES if kind == "mixtral" else PROJ_NAMES
         if rest == "mlp.router.weight":
             return [_whole(f"{layer}.{names.module}.gate.weight", tensor)]
+        if rest == "mlp.router.expert_bias" and kind in _BIASED:
+            return [_whole(f"{layer}.{names.module}.gate.e_score_correction_bias", tensor)]
+        if rest == "mlp.shared_experts.gate_weight" and kind == "qwen2_moe":
+            return [_whole(f"{layer}.mlp.shared_expert_gate.weight", tensor)]
+        shared = re.fullmatch(r"mlp\.shared_experts\.linear_fc([12])\.weight", rest)
+        if shared is not None:
+            module = "shared_expert" if kind == "qwen2_moe" else "shared_experts"
+            return _mlp(f"{layer}.mlp.{module}", names.linears, shared[1], tensor, self.tp)
         if (match := _EXPERT.fullmatch(rest)) is None:
             return None
-        total = int(self.config.get("num_experts") or self.config.get("num_local_experts") or 0)
+        counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        total = next((int(n) for field in counts if (n := self.config.get(field))), 0)
         here, left = divmod(total, self.ep[1])
         local = int(match[1] or match[4])
         if left or local >= here:

@@ -24,35 +24,54 @@ sys.path.insert(0, sys.argv[4])
 
 from frameworks.megatron_layouts import shard
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from rollout import Rollout
 from rollout.errors import RolloutError
 from rollout.integrations.megatron import MegatronSource
+from rollout.weight_sync.trainer.sources.names import named_weights
+from rollout.weights.components import own_name
 
 PADDED = 336
 # Megatron asks for a card by name: tied embeddings are moved there to add them up, rope tables and
 # gathered logits are made there, and dropout (0 here) has a generator there.
 torch.Tensor.cuda = lambda self, *_, **__: self
 torch.cuda.current_device = lambda: "cpu"
-moe_utils.te_general_gemm = None  # which 0.16.1 asks for without Transformer Engine, too
+# Which 0.16.1 asks for without Transformer Engine, too.
+moe_utils.te_general_gemm = None
+multi_latent_attention.TELinear = type("TELinear", (), {})
 CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
+_attention = DotProductAttention.__init__
+
+
+def _with_channels(self: Any, *args: Any, k_channels: Any = 0, v_channels: Any = 0, **rest: Any):
+    """That of latent attention, which is Transformer Engine's in Megatron: values have a size of
+    their own.
+    """
+    _attention(self, *args, **rest)
+    if v_channels:
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+DotProductAttention.__init__ = _with_channels
 
 
 def build(hf: dict[str, Any]) -> GPTModel:
     """The model of this rank, in Megatron's own layer specification."""
-    experts = hf.get("num_experts") or hf.get("num_local_experts")
-    mixture = {
-        "num_moe_experts": experts,
-        "moe_ffn_hidden_size": hf.get("moe_intermediate_size"),
-        "moe_router_topk": hf.get("num_experts_per_tok"),
-        "expert_model_parallel_size": 2,
-    }
-    config = TransformerConfig(
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((hf[name] for name in counts if hf.get(name)), None)
+    latent, heads = "kv_lora_rank" in hf, hf.get("num_nextn_predict_layers") or None
+    normed = latent or hf.get("use_qk_norm", hf["model_type"] != "qwen2_moe")
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],
@@ -62,8 +81,9 @@ def build(hf: dict[str, Any]) -> GPTModel:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=hf["model_type"] == "qwen2_moe" or hf.get("attention_bias", False),
         normalization="RMSNorm",
-        qk_layernorm=True,
+        qk_layernorm=normed,
         use_cpu_initialization=True,
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
@@ -74,22 +94,63 @@ def build(hf: dict[str, Any]) -> GPTModel:
         attention_dropout=0.0,
         masked_softmax_fusion=False,
         moe_token_dispatcher_type="allgather",
-        **(mixture if experts else {}),
+        mtp_num_layers=heads,
+        **(mixture(hf, experts) if experts else {}),
+        **(latent_sizes(hf) if latent else {}),
     )
-    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, qk_layernorm=normed, normalization="RMSNorm",
+        multi_latent_attention=latent,
+    )  # fmt: skip
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    behind = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if heads else None
     return GPTModel(
         config,
         spec,
         vocab_size=PADDED,
         max_sequence_length=64,
         position_embedding_type="rope",
+        rotary_percent=hf["rope_parameters"].get("partial_rotary_factor", 1.0),
         rotary_base=hf["rope_parameters"]["rope_theta"],
         parallel_output=False,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
         pre_process=stage == 0,
         post_process=stage == 1,
+        mtp_block_spec=behind,
     )
+
+
+def mixture(hf: dict[str, Any], experts: int) -> dict[str, Any]:
+    shared = hf.get("shared_expert_intermediate_size")
+    if hf.get("n_shared_experts"):
+        shared = hf["n_shared_experts"] * hf["moe_intermediate_size"]
+    sigmoid = hf["model_type"] in ("deepseek_v3", "glm4_moe")
+    return {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": hf.get("moe_intermediate_size"),
+        "moe_router_topk": hf.get("num_experts_per_tok"),
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor"),
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": hf["model_type"] == "qwen2_moe",
+        "expert_model_parallel_size": 2,
+    }
+
+
+def latent_sizes(hf: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": hf["q_lora_rank"],
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+        "rope_type": "rope",
+        "rotary_base": hf["rope_parameters"]["rope_theta"],
+        "rotary_scaling_factor": 1.0,
+    }
 
 
 def become(path: Path) -> tuple[GPTModel, dict[str, Any]]:
@@ -104,7 +165,7 @@ def become(path: Path) -> tuple[GPTModel, dict[str, Any]]:
     mine = shard(
         weights, hf, tp=tp, pp=pp, ep=ep, etp=(0, 1), fused=False, vocabulary=PADDED
     )  # fmt: skip
-    held = dict(model.named_parameters())
+    held = dict(named_weights(model))
     assert held.keys() == mine.keys(), held.keys() ^ mine.keys()
     with torch.no_grad():
         for name, parameter in held.items():
@@ -121,10 +182,11 @@ def forward(ask: dict[str, Any]) -> dict[str, Any]:
     hf = json.loads((path / "config.json").read_text())
     model = build(hf).eval()
     stage = place.get_pipeline_model_parallel_rank()
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_weights(model):
         cut = getattr(parameter, "tensor_model_parallel", False) or ".experts." in name
         shard = place.get_tensor_model_parallel_rank() if cut else 0
-        seed = zlib.crc32(f"{stage} {name} {shard}".encode())
+        where = 0 if name.startswith("embedding.") else stage  # of which heads have a copy
+        seed = zlib.crc32(f"{where} {name} {shard}".encode())
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         parameter.data = 1 + drawn / 8 if parameter.dim() == 1 else drawn / 4
     ids = torch.tensor([ask["ids"]])
@@ -138,10 +200,16 @@ def forward(ask: dict[str, Any]) -> dict[str, Any]:
             hidden = torch.empty(ids.shape[1], 1, hf["hidden_size"])
             dist.recv(hidden, place.get_pipeline_model_parallel_prev_rank())
             model.set_input_tensor(hidden)
-            logits = model(ids, positions, mask)[..., : hf["vocab_size"]].contiguous()
+            made: list[torch.Tensor] = []  # of further tokens, then of the next one
+            model.output_layer.register_forward_hook(  # losses are computed in place
+                lambda *args: made.append(args[-1][0][:, 0].clone())
+            )
+            model(ids, positions, mask, labels=ids)
             if place.get_tensor_model_parallel_rank() == 0:
-                save_file({"logits": logits}, path / "logits")
-    held = {name: tensor.clone() for name, tensor in MegatronSource([model], config=hf)}
+                rows = [logits[:, : hf["vocab_size"]].contiguous() for logits in made]
+                save_file({"next": rows[-1], "further": rows[0].clone()}, path / "logits")
+    source = MegatronSource([model], config=hf)
+    held = {own_name(name): tensor.clone() for name, tensor in source}
     if dist.get_rank() == 0:
         save_file(held, path / "model.safetensors", {"format": "pt"})
     dist.barrier()

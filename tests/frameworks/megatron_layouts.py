@@ -17,18 +17,20 @@ def shard(
     fused: bool, vocabulary: int,
 ) -> Weights:  # fmt: skip
     """What one rank holds. ``fused``: Transformer Engine's names; ``vocabulary``: padded rows."""
-    count = config["num_hidden_layers"] // pp[1]
+    count, last = config["num_hidden_layers"] // pp[1], pp[0] == pp[1] - 1
     found: Weights = {}
     for local in range(count):
         layer = f"model.layers.{pp[0] * count + local}."
         inner = {n.removeprefix(layer): t for n, t in weights.items() if n.startswith(layer)}
         for name, tensor in _layer(inner, config, tp, ep, etp, fused):
             found[f"decoder.layers.{local}.{name}"] = tensor
+    for name, tensor in _head(weights, config, tp, ep, etp, fused) if last else ():
+        found[f"mtp.layers.0.{name}"] = tensor
     embedding = weights["model.embed_tokens.weight"]
     head = weights.get("lm_head.weight", embedding)
-    if pp[0] == 0:
+    if pp[0] == 0 or (last and any(name.startswith("mtp.") for name in found)):
         found["embedding.word_embeddings.weight"] = _part(_padded(embedding, vocabulary), 0, tp)
-    if pp[0] == pp[1] - 1:
+    if last:
         found["decoder.final_layernorm.weight"] = weights["model.norm.weight"]
         if "lm_head.weight" in weights or pp[1] > 1:  # else the embedding itself is used
             found["output_layer.weight"] = _part(_padded(head, vocabulary), 0, tp)
@@ -55,16 +57,19 @@ def tree(named: Weights) -> nn.Module:
 def _layer(
     inner: Weights, config: dict[str, Any], tp: Place, ep: Place, etp: Place, fused: bool
 ) -> Iterator[tuple[str, Tensor]]:
+    if "kv_lora_rank" in config:
+        yield from _latent(inner, tp, fused)
     groups = config["num_key_value_heads"]
     for kind in ("weight", "bias"):
-        if f"self_attn.q_proj.{kind}" in inner:
+        if f"self_attn.k_proj.{kind}" in inner:
             yield f"self_attention.linear_qkv.{kind}", _part(_qkv(inner, kind, groups), 0, tp)
     yield "self_attention.linear_proj.weight", _part(inner["self_attn.o_proj.weight"], 1, tp)
     for one in "qk":
         if f"self_attn.{one}_norm.weight" in inner:
             yield f"self_attention.{one}_layernorm.weight", inner[f"self_attn.{one}_norm.weight"]
     before = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-    yield before, inner["input_layernorm.weight"]
+    latent = "self_attn.kv_b_proj.weight" in inner
+    yield "input_layernorm.weight" if latent else before, inner["input_layernorm.weight"]
     experts = [name for name in inner if ".gate.weight" in name]
     after = "mlp.linear_fc1.layer_norm_weight" if fused and not experts else None
     yield after or "pre_mlp_layernorm.weight", inner["post_attention_layernorm.weight"]
@@ -74,11 +79,22 @@ def _layer(
             yield f"mlp.linear_fc{which}.weight", tensor
         return
     yield "mlp.router.weight", inner[experts[0]]
+    if "mlp.gate.e_score_correction_bias" in inner:
+        yield "mlp.router.expert_bias", inner["mlp.gate.e_score_correction_bias"]
+    for shared in ("mlp.shared_expert", "mlp.shared_experts"):
+        if f"{shared}.up_proj.weight" in inner:
+            linears = [inner[f"{shared}.{linear}_proj.weight"] for linear in ("gate", "up", "down")]
+            for which, tensor in _mlp(*linears, tp):
+                yield f"mlp.shared_experts.linear_fc{which}.weight", tensor
+    if "mlp.shared_expert_gate.weight" in inner:
+        yield "mlp.shared_experts.gate_weight", inner["mlp.shared_expert_gate.weight"]
     module = experts[0].removesuffix("gate.weight") + "experts"
     spelled = (
         ("w1", "w3", "w2") if "w1" in str(list(inner)) else ("gate_proj", "up_proj", "down_proj")
     )
-    total = config.get("num_experts") or config["num_local_experts"]
+    total = next(
+        config[n] for n in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(n)
+    )
     each = total // ep[1]
     for local in range(each):
         own = f"{module}.{ep[0] * each + local}"
@@ -87,6 +103,43 @@ def _layer(
                 yield f"mlp.experts.linear_fc{which}.weight{local}", tensor
             else:
                 yield f"mlp.experts.local_experts.{local}.linear_fc{which}.weight", tensor
+
+
+def _head(
+    weights: Weights, config: dict[str, Any], tp: Place, ep: Place, etp: Place, fused: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Of the layer behind the last, where there is one."""
+    layer = f"model.layers.{config['num_hidden_layers']}."
+    inner = {n.removeprefix(layer): t for n, t in weights.items() if n.startswith(layer)}
+    if not inner:
+        return
+    yield "enorm.weight", inner["enorm.weight"]
+    yield "hnorm.weight", inner["hnorm.weight"]
+    yield "final_layernorm.weight", inner["shared_head.norm.weight"]
+    yield "eh_proj.weight", _part(inner["eh_proj.weight"], 0, tp)
+    for name, tensor in _layer(inner, config, tp, ep, etp, fused):
+        yield f"transformer_layer.{name}", tensor
+
+
+def _latent(inner: Weights, tp: Place, fused: bool) -> Iterator[tuple[str, Tensor]]:
+    """``fused``: as Transformer Engine has it, whose linears into the latent space are not cut."""
+    for kind in ("q", "kv"):
+        down = {"q": "q_a_proj", "kv": "kv_a_proj_with_mqa"}[kind]
+        if f"self_attn.{down}.weight" not in inner:
+            yield (
+                "self_attention.linear_q_proj.weight",
+                _part(inner["self_attn.q_proj.weight"], 0, tp),
+            )
+            continue
+        into = inner[f"self_attn.{down}.weight"]
+        yield (
+            f"self_attention.linear_{kind}_down_proj.weight",
+            into if fused else _part(into, 0, tp),
+        )
+        norm = f"linear_{kind}_up_proj.layer_norm_weight" if fused else f"{kind}_layernorm.weight"
+        yield f"self_attention.{norm}", inner[f"self_attn.{kind}_a_layernorm.weight"]
+        out = _part(inner[f"self_attn.{kind}_b_proj.weight"], 0, tp)
+        yield f"self_attention.linear_{kind}_up_proj.weight", out
 
 
 def _qkv(inner: Weights, kind: str, groups: int) -> Tensor:

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from clients.install import folder
 from frameworks.megatron_layouts import shard, tree
+from models.rank_threads import Session
 from safetensors.torch import load_file
+from tiny_heads import write_release
 from tiny_models import write_tiny
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +25,12 @@ from trainer_processes import Job
 from transformers import AutoModelForCausalLM
 
 from rollout import ConfigError, Rollout, WeightMismatch
+from rollout.distributed import TensorParallel
+from rollout.engine.worker.held_component import HeldComponent
 from rollout.integrations.megatron import MegatronLayout, MegatronSource
+from rollout.models.build import build_model
+from rollout.models.config.model import ModelConfig
+from rollout.weights.components import component_of, own_name
 
 CLIENT = folder("megatron")
 ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 128}
@@ -35,11 +42,18 @@ MODELS = (
     ("qwen3", {}, 4, 4),  # two ranks for each query group
     ("qwen3_moe", {}, 2, 1),
     ("mixtral", {}, 2, 2),
+    ("qwen2_moe", {}, 2, 1),
+    ("glm4_moe", {"head": True, "first_k_dense_replace": 1}, 2, 1),
+    ("deepseek_v3", {"head": True}, 2, 2),
+    ("deepseek_v2", {"q_lora_rank": None}, 2, 1),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, 2, 1),
 )
 
 
-def checkpoint(path: Path, arch: str, **settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    write_tiny(path, arch, **settings)
+def checkpoint(
+    path: Path, arch: str, head: bool = False, **settings: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    (write_release if head else write_tiny)(path, arch, **settings)
     return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
 
 
@@ -56,12 +70,14 @@ def test_the_boxes_of_all_ranks_are_the_checkpoint(
         places = {"tp": (t, tp), "pp": (p, 2), "ep": (e, 2), "etp": (x, etp)}
         held = shard(weights, config, **places, fused=fused, vocabulary=336)
         for part in MegatronLayout.of(config, places, alone=False).parts([tree(held)]):
-            assert part.shape == weights[part.name].shape
+            name, behind = own_name(part.name), f"model.layers.{config['num_hidden_layers']}."
+            assert name.startswith(behind) == (component_of(part.name) == "mtp")
+            assert part.shape == weights[name].shape
             assert part.values.shape == part.box.shape
-            filled[part.name][part.box.slices] = part.values
-            if (part.name, part.box) not in seen:
-                times[part.name][part.box.slices] += 1
-            seen.add((part.name, part.box))
+            filled[name][part.box.slices] = part.values
+            if (name, part.box) not in seen:
+                times[name][part.box.slices] += 1
+            seen.add((name, part.box))
     for name, tensor in weights.items():
         assert torch.equal(filled[name], tensor), name
         assert (times[name] == 1).all(), name
@@ -155,17 +171,29 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 @pytest.mark.more
 @pytest.mark.skipif(CLIENT is None, reason="Megatron-Core is not installed: make clients")
-@pytest.mark.parametrize(("arch", "tied"), [("qwen3_moe", False), ("qwen3", True)])
+@pytest.mark.parametrize(
+    ("arch", "settings"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3", {"tied": True}),
+        ("glm4_moe", {"head": True}),
+        ("deepseek_v3", {"head": True}),
+    ],
+)
 def test_an_update_from_megatrons_own_model_equals_a_fresh_start(
-    job: Job, tmp_path: Path, arch: str, tied: bool
+    job: Job, tmp_path: Path, arch: str, settings: dict[str, Any]
 ) -> None:
-    """Tensor, pipeline and expert parallelism of two each, over four ranks."""
-    write_tiny(tmp_path / "a", arch, tied=tied)
-    _, weights = checkpoint(tmp_path / "b", arch, tied=tied, seed=1)
+    """Tensor, pipeline and expert parallelism of two each, over four ranks; with the head that
+    drafts.
+    """
+    checkpoint(tmp_path / "a", arch, **settings)
+    _, held = checkpoint(tmp_path / "b", arch, **settings, seed=1)
+    drafts = {"draft_component": "mtp", "num_speculative_tokens": 2} if "head" in settings else {}
+    weights = {"policy": held, **({"mtp": held} if drafts else {})}
     prompts, params = [[5, 6, 7], [8, 9]], {"max_tokens": 8, "temperature": 0, "logprobs": 0}
-    with Rollout(str(tmp_path / "b"), **ENGINE) as cold:
+    with Rollout(str(tmp_path / "b"), **ENGINE, **drafts) as cold:
         wanted = [o.outputs[0] for o in cold.generate(prompts, params)]
-    with Rollout(str(tmp_path / "a"), **ENGINE) as engine:
+    with Rollout(str(tmp_path / "a"), **ENGINE, **drafts) as engine:
         ask = {"op": "update", "path": str(tmp_path / "b"), "address": engine.address}
         odd = job.ask(**ask, transport="p2p", odd_rank=3)
         assert None not in odd, job.log.read_text()[-4000:]
@@ -173,7 +201,7 @@ def test_an_update_from_megatrons_own_model_equals_a_fresh_start(
         assert all("decoder.layers.0.mlp.extra" in a["message"] for a in odd if a)
         assert engine.weight_version == 0
         for transport in ("p2p", "broadcast"):
-            engine.update_weights(str(tmp_path / "a"))
+            engine.update_weights({name: str(tmp_path / "a") for name in weights})
             assert not engine.check_weights(weights).equal
             answers = job.ask(**ask, transport=transport)
             assert None not in answers, job.log.read_text()
@@ -186,18 +214,36 @@ def test_an_update_from_megatrons_own_model_equals_a_fresh_start(
 
 @pytest.mark.more
 @pytest.mark.skipif(CLIENT is None, reason="Megatron-Core is not installed: make clients")
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_megatrons_own_forward_gives_the_logits_of_what_is_sent(
     job: Job, tmp_path: Path, arch: str
 ) -> None:
     """The order of rows in its fused tensors is that of its forward over the same four ranks."""
-    write_tiny(tmp_path, arch)
+    groups = {"n_group": 1, "topk_group": 1}  # which the two score otherwise
+    write_tiny(tmp_path, arch, **(groups if arch in ("glm4_moe", "deepseek_v3") else {}))
     ids = [5, 6, 7, 8, 9, 200, 11, 300]
     answers = job.ask(op="forward", path=str(tmp_path), ids=ids)
     assert answers == [{}] * 4, job.log.read_text()[-4000:]
-    theirs = load_file(tmp_path / "logits")["logits"]
+    theirs = load_file(tmp_path / "logits")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
-        ours = model(torch.tensor([ids])).logits
-    assert theirs.std() > 0.5
-    assert (theirs - ours).abs().max() < 1e-4
+        ours = model(torch.tensor([ids])).logits[0]
+        states = model.model(torch.tensor([ids])).last_hidden_state[0, :-1]
+    assert theirs["next"].std() > 0.5
+    assert (theirs["next"] - ours).abs().max() < 1e-4
+    if arch in ("glm4_moe", "deepseek_v3"):
+        further = of_the_head(tmp_path, ids[1:], states)
+        assert further.std() > 0.5
+        assert (theirs["further"][:-1] - further).abs().max() < 1e-4
+
+
+def of_the_head(path: Path, following: list[int], before: torch.Tensor) -> torch.Tensor:
+    """The logits of a release's head, by ours."""
+    weights, alone = load_file(path / "model.safetensors"), TensorParallel()
+    policy = build_model(ModelConfig.from_directory(path), alone, torch.float32, "cpu")
+    head = HeldComponent.at("mtp", path, alone, False).build(policy.build, 40)
+    for one in (policy, head):
+        one.load_weights(weights.items())
+    session = Session(head, [following])
+    states = head.hidden_states(policy, session.batch([len(following)]), session.kv, before)
+    return head.logits(policy, states)

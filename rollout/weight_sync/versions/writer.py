@@ -95,7 +95,10 @@ class VersionWriter:
         UpdateOptions(label=label, timeout=timeout)  # refuses what no update takes
         found = detect(obj)
         if found.components != (POLICY,):
-            raise ConfigError("a version on disk holds the policy alone: write it by itself")
+            raise ConfigError(
+                "a version on disk holds the policy alone: write it by itself (a MegatronSource with "
+                "mtp=False)"
+            )
         with ExitStack() as stack:
             group = stack.enter_context(closing(found.rank_group(timeout)))
             wanted = WantedWeights(dtype=self._dtype)

@@ -39,7 +39,11 @@ class Piece:
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """A complete set of weights that can be streamed, possibly by several ranks together."""
+    """A complete set of weights that can be streamed, possibly by several ranks together.
+
+    Of the policy; one whose tensors are other components', too, as ``mtp:mtp.fc.weight`` is, has an
+    attribute ``components`` that names all, on every rank alike.
+    """
 
     agreement: RankGroup
 

@@ -56,6 +56,8 @@ class Detected:
     @property
     def components(self) -> tuple[str, ...]:
         """What is updated; a source by itself is the policy's."""
+        if self.kind == "source":  # whose names may say more than one
+            return tuple(getattr(self.obj, "components", (POLICY,)))
         return tuple(component for component, _ in self.parts) or (POLICY,)
 
     def rank_group(self, timeout: float = DEFAULT_TIMEOUT) -> RankGroup:
