@@ -96,7 +96,7 @@ class VersionWriter:
         found = detect(obj)
         if found.components != (POLICY,):
             raise ConfigError(
-                "a version on disk holds the policy alone: write it by itself (a MegatronSource with "
+                "a version on disk holds the policy alone: write it by itself (a MegatronSource: "
                 "mtp=False)"
             )
         with ExitStack() as stack:
