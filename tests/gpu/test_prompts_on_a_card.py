@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from card_engines import GREEDY, PROMPTS, SPECIAL, card_engine, greedy_tokens
+from tiny_heads import foresee, write_release
 
 from rollout import Rollout, SamplingParams
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
@@ -112,6 +113,26 @@ def test_a_draft_model_changes_no_token(tiny_qwen3: Path, monkeypatch: pytest.Mo
             both = {"policy": str(tiny_qwen3), "draft": str(tiny_qwen3)}
             engine.update_weights(both)
     assert not passes
+
+
+@pytest.mark.parametrize("arch", ["glm4_moe", "qwen3_5"])
+def test_a_head_that_foresees_the_policy_is_always_right(tmp_path: Path, arch: str) -> None:
+    """One whose steps are captured, which keep what the head reads, and one with states."""
+    sizes: dict[str, Any] = {"vocab_size": 96, "intermediate_size": 64, "rms_norm_eps": 1e-9}
+    if arch == "glm4_moe":
+        sizes |= {"num_layers": 1, "first_k_dense_replace": 1}
+    write_release(tmp_path, arch, **sizes)
+    foresee(tmp_path)
+    with card_engine(tmp_path, **CAPTURED) as engine:
+        wanted = engine.generate(PROMPTS[:2], GREEDY)
+    drafts = {"draft_component": "mtp", "num_speculative_tokens": 2}
+    with card_engine(tmp_path, **CAPTURED, **drafts) as engine:
+        for updates in range(2):
+            _assert_alike(engine.generate(PROMPTS[:2], GREEDY), wanted, 1e-4)
+            figures = engine.metrics()
+            assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total
+            assert figures.spec_draft_tokens_total > updates
+            engine.update_weights({"policy": str(tmp_path), "mtp": str(tmp_path)})
 
 
 def test_where_prompts_cannot_be_captured_decodes_are(

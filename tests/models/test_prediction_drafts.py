@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_heads import write_release
+from tiny_heads import foresee, write_release
 from tiny_models import write_tiny
 from torch import Tensor
 
@@ -40,27 +39,6 @@ def logprobs(outputs: list[RequestOutput]) -> np.ndarray[Any, Any]:
 def rates(engine: Rollout) -> tuple[int, int]:
     now = engine.metrics()
     return now.spec_accepted_tokens_total, now.spec_draft_tokens_total
-
-
-def foresee(path: Path) -> None:
-    """Have each next token follow from the last one alone, as layers add nothing, and the head draw
-    by that, too."""
-    file, plus_one = (
-        path / "model.safetensors",
-        "mtp.fc.weight" in load_file(path / "model.safetensors"),
-    )
-    tensors, own = load_file(file), "mtp." if plus_one else "model.layers."
-    last = tensors["model.norm.weight"]
-    for name, tensor in tensors.items():
-        if any(end in name for end in ("o_proj.", "out_proj.", "down_proj")):
-            tensor.zero_()
-        if name.startswith(own) and name.endswith(("enorm.weight", "fc_norm_embedding.weight")):
-            tensor.fill_(0.0 if plus_one else 1.0)
-        if name.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
-            tensor.copy_(last)
-        if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
-            tensor.copy_(torch.eye(*tensor.shape))
-    save_file(tensors, file, {"format": "pt"})
 
 
 @pytest.fixture(scope="module")
