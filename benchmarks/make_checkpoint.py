@@ -1,6 +1,8 @@
 """Write a random-weight bfloat16 checkpoint with a tokenizer and a chat template, offline.
 
-    python benchmarks/make_checkpoint.py tiny|moe|qwen05b|llama1b|llama8b DIRECTORY [--seed N]
+    python benchmarks/make_checkpoint.py SHAPE DIRECTORY [--seed N]
+
+Shapes: tiny, moe, hybrid, qwen05b, llama1b, llama8b.
 
 The tokenizer is a byte-level BPE trained on the standard library's sources.
 """
@@ -20,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -61,6 +64,25 @@ def moe() -> PreTrainedConfig:
         head_dim=64,
         tie_word_embeddings=True,
         max_position_embeddings=4096,
+    )
+
+
+def hybrid() -> PreTrainedConfig:
+    """Qwen3.5, about 0.4 B parameters: three gated delta nets to one layer of attention."""
+    return Qwen3_5TextConfig(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
     )
 
 
@@ -111,6 +133,7 @@ def llama8b() -> PreTrainedConfig:
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "tiny": tiny,
     "moe": moe,
+    "hybrid": hybrid,
     "qwen05b": qwen05b,
     "llama1b": llama1b,
     "llama8b": llama8b,

@@ -2,6 +2,7 @@
 
     python benchmarks/speculative.py CHECKPOINT --sequences 1 8 16 32 --rounds 5
     python benchmarks/speculative.py CHECKPOINT --draft-layers 2
+    python benchmarks/speculative.py CHECKPOINT --head
 
 How much drafts bring depends on the text, which made-up weights do not have. So there are three
 texts, between which any other lies:
@@ -16,6 +17,13 @@ With --draft-layers N the checkpoint's first N layers, with its embedding and he
 
 - right: for a policy whose other layers add nothing, so that it says what its draft says;
 - wrong: for the checkpoint as it is, with which they have nothing in common.
+
+With --head a prediction head drafts, which the checkpoint (Qwen3.5's, hybrid of make_checkpoint.py)
+is given as its release would have it, of the sizes of its last layer:
+
+- right: of a policy whose layers add nothing, so that its next token follows from the last one, a
+  head that guesses by that;
+- wrong: a head of random weights for the checkpoint as it is.
 
 Two engines take turns; medians of the rounds, each with prompts of its own.
 """
@@ -33,6 +41,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from rollout import Rollout, SamplingParams
@@ -88,8 +97,37 @@ def beginning(checkpoint: Path, layers: int, where: Path) -> tuple[Path, Path]:
     return where / "policy", where / "draft"
 
 
+def with_heads(checkpoint: Path, where: Path) -> Iterator[tuple[str, Path]]:
+    """Releases of Qwen3.5's kind, whose heads are always right, and never."""
+    tensors = {
+        name: tensor
+        for file in sorted(checkpoint.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    attends = next(name for name in tensors if name.endswith("self_attn.o_proj.weight"))
+    layer, hidden = attends.removesuffix("self_attn.o_proj.weight"), len(tensors[attends])
+    norm, wide = tensors["model.norm.weight"], torch.eye(hidden, 2 * hidden, dtype=torch.bfloat16)
+    head = {
+        **{f"mtp.layers.0.{n.removeprefix(layer)}": t for n, t in tensors.items() if layer in n},
+        **{f"mtp.pre_fc_norm_{of}.weight": norm * 0 for of in ("embedding", "hidden")},
+        "mtp.norm.weight": norm,
+        "mtp.fc.weight": wide,
+    }
+    ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+    quiet = {n: t * 0 if n.endswith(ends) else t for n, t in (tensors | head).items()}
+    drawn = {"mtp.fc.weight": torch.randn(hidden, 2 * hidden).bfloat16() / hidden**0.5}
+    for name, held in (("right", quiet), ("wrong", tensors | head | drawn)):
+        shutil.copytree(checkpoint, where / name, ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_file({n: t.clone() for n, t in held.items()}, where / name / "model.safetensors")
+        yield name, where / name
+
+
 def pairs(args: argparse.Namespace, where: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Texts, the policy of each, and how it is drafted for."""
+    if args.head:
+        for text, release in with_heads(Path(args.checkpoint), where):
+            yield text, str(release), {"draft_component": "mtp"}
+        return
     if not args.draft_layers:
         for text in ("right", "wrong", "none"):
             yield text, args.checkpoint, {"speculative_history_tokens": 1 << 20}
@@ -109,6 +147,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
     parser.add_argument("--draft-layers", type=int, default=0)
+    parser.add_argument("--head", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
@@ -139,7 +178,7 @@ def compare(
     rng, before, found = random.Random(count), drafting.metrics(), []
     for number in range(args.rounds):
         prompts = [[rng.randrange(20, 8000) for _ in range(PROMPT)] for _ in range(count)]
-        given = prompts, args.new_tokens, number, "" if args.draft_layers else text
+        given = prompts, args.new_tokens, number, "" if args.draft_layers or args.head else text
         found.append((seconds(plain, *given), seconds(drafting, *given)))
     now = drafting.metrics()
     drafted = now.spec_draft_tokens_total - before.spec_draft_tokens_total

@@ -118,8 +118,8 @@ def write_release(
 
 
 def foresee(path: Path) -> None:
-    """Have each next token follow from the last one alone, as layers add nothing, and the head guess
-    by that, too.
+    """Have each next token follow from the last one alone, as layers add nothing, and the head
+    guess by that, too.
     """
     file = path / "model.safetensors"
     tensors = load_file(file)

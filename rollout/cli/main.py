@@ -313,6 +313,7 @@ def info(args: argparse.Namespace) -> int:
         "undo": weights.undo,
         "memory": dict(weights.memory),
         "dtype": str(weights.dtype).removeprefix("torch."),
+        "kv cache dtype": weights.numerics.get("kv_cache_dtype"),
         "max model len": server.max_model_len,
         "tokenizer": server.has_tokenizer,
         "running": stats.running,

@@ -12,28 +12,30 @@ from rollout.weights import Shape
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``shapes``: of each tensor of the model, by its name. ``dtype`` and ``quantization``: the
-    names that the flags have.
+    """``shapes``: of each tensor of the model, by its name. ``settings``: by which engines compute
+    other bits, as their flags have them; an older one tells fewer.
     """
 
     shapes: Mapping[str, Shape]
-    dtype: str
-    quantization: str
+    settings: Mapping[str, str]
 
     @classmethod
     def of(cls, info: WeightInfo) -> Self:
         return cls(
             {meta.name: meta.shape for meta in info.tensors},
-            str(info.dtype).removeprefix("torch."),
-            "none" if info.grid is None else info.grid.scheme,
+            {
+                "dtype": str(info.dtype).removeprefix("torch."),
+                "quantization": "none" if info.grid is None else info.grid.scheme,
+                **info.numerics,
+            },
         )
 
     def unlike(self, fleet: Kind) -> str:
         """Why an engine of this kind can be no member of that ``fleet``; "" where it can."""
         if self.shapes != fleet.shapes:
             return self._other_model(fleet)
-        for flag in ("dtype", "quantization"):
-            own, held = getattr(self, flag), getattr(fleet, flag)
+        for flag, own in self.settings.items():
+            held = fleet.settings.get(flag, own)
             if own != held:
                 return f"its {flag} is {own!r}, and the fleet's {held!r}: start it with that"
         return ""

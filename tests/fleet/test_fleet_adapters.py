@@ -268,7 +268,7 @@ def test_no_member_serves_an_adapter_on_a_base_that_it_was_merged_into(
 
 def test_a_member_that_cannot_hold_them_does_not_serve_and_says_why(front, model, checkpoint):
     front.rollout.update_weights(adapters={"math": shaken(model, 11)})
-    with Rollout(checkpoint, **ENGINE) as bare:
+    with Rollout(checkpoint, **ENGINE, deterministic=True) as bare:
         name = front.fleet.add(bare.address)
         try:
             eventually(lambda: "max_adapters" in row(front, name)["why"])

@@ -114,13 +114,17 @@ def test_a_byte_that_changes_on_its_way_is_refused(checkpoint, trained):
 
 
 def test_engines_of_other_bits_are_no_fleet(checkpoint, tmp_path):
-    engines = [Rollout(checkpoint, **ENGINE, quantization=q) for q in ("none", "int8")]
+    others = {"quantization": "int8", "kv_cache_dtype": "int8", "deterministic": True}
+    settings = [{}, *({name: value} for name, value in others.items())]
+    engines = [Rollout(checkpoint, **ENGINE, **each) for each in settings]
+    told = {"kv_cache_dtype": "int8_per_token_head"}
     front = Front(tmp_path / "record", engines[:1])
     try:
         front.fleet.wait_serving(1, 20.0)
-        name = front.fleet.add(engines[1].address)
-        eventually(lambda: "quantization is 'int8'" in row(front, name)["why"])
-        assert row(front, name)["status"] != "serving"
+        for engine, (flag, value) in zip(engines[1:], others.items(), strict=True):
+            name, why = front.fleet.add(engine.address), f"{flag} is '{told.get(flag, value)}'"
+            eventually(lambda name=name, why=why: why in row(front, name)["why"])
+            assert row(front, name)["status"] != "serving"
     finally:
         front.close()
         for engine in engines:

@@ -125,6 +125,7 @@ class Coordinator:
             adapters=self.engine.adapters.versions,
             adapter_digests=self.adapters.digests,
             merged=self.merged,
+            numerics=served.numerics,
         )
 
     @property

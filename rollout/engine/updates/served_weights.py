@@ -12,6 +12,8 @@ from rollout.weights import TensorMeta, WeightSlot
 from rollout.weights.wanted import WantedWeights, by_name
 from rollout.wire.codec import from_plain
 
+_NUMERICS = ("kv_cache_dtype", "head_dtype", "deterministic")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedWeights:
@@ -32,6 +34,7 @@ class ServedWeights:
     staging: str = "auto"
     max_adapters: int = 0
     max_lora_rank: int = 0
+    numerics: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, engine: EngineCore) -> Self:
@@ -65,4 +68,5 @@ class ServedWeights:
             staging=config.staging,
             max_adapters=max(config.max_adapters, config.max_cpu_loras),
             max_lora_rank=config.max_lora_rank if config.max_adapters else 0,
+            numerics={name: str(getattr(config, name)) for name in _NUMERICS},
         )

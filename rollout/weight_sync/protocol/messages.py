@@ -122,6 +122,8 @@ class WeightInfo:
     adapter_digests: Table[Digest] = field(default_factory=dict, metadata=ADDED)
     # Adapters, as their sender calls them, that the live policy was merged from.
     merged: Many[Text] = field(default=(), metadata=ADDED)
+    # Settings by which engines of the same weights compute other bits, as their flags have them.
+    numerics: Table[Text] = field(default_factory=dict, metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 
