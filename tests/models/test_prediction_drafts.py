@@ -183,7 +183,7 @@ def test_a_check_counts_the_head_and_what_it_reads(tiny: dict[str, Path]) -> Non
     assert any("mtp: prediction head" in line for line in both.lines())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_a_saved_engine_starts_with_its_head(
     tiny: dict[str, Path], tmp_path: Path, ranks: int
 ) -> None:

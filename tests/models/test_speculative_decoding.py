@@ -113,7 +113,9 @@ def test_stops_in_the_midst_of_a_draft_end_there(tmp_path: Path) -> None:
         assert [len(cut.outputs[0].logprobs.raw)] == [at + 1]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", pytest.param("qwen3_next", marks=pytest.mark.more)]
+)
 def test_an_update_is_drafted_for_by_what_the_old_weights_said(
     tmp_path: Path, architecture: str
 ) -> None:
