@@ -14,6 +14,7 @@ from tiny_models import write_tiny
 from torch import Tensor
 
 from rollout import EngineConfig, RequestOutput, Rollout, SamplingParams
+from rollout.engine.scheduling.block_manager import BlockManager
 from rollout.errors import ConfigError
 from rollout.models.prediction_head import PredictionHead
 from rollout.server.preflight import Preflight, check
@@ -94,6 +95,34 @@ def test_it_reads_the_policys_states_and_the_tokens_behind_them(
             assert later
             seen.clear()
         assert out.num_cached_tokens
+
+
+@pytest.mark.parametrize("arch", ["glm4_moe", "qwen3_next"])
+def test_it_reads_no_state_that_the_policy_has_not_made(
+    tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    """Of short sequences that are preempted, and computed again, too: blocks come with NaN."""
+    run, allocate = PredictionHead.hidden_states, BlockManager._allocate
+
+    def watched(self: PredictionHead, policy: Any, batch: Any, kv: Any, before: Tensor) -> Tensor:
+        assert not before.isnan().any()
+        return run(self, policy, batch, kv, before)
+
+    few = ENGINE | DRAFTS | {"num_kv_blocks": 9, "max_model_len": 64}
+    with Rollout(str(tiny[arch]), **few) as engine:
+        hidden = engine._async.backend.core._executor._worker._runner.kv.hidden
+
+        def allocated(self: BlockManager) -> int:
+            block = allocate(self)
+            hidden[block * 8 : block * 8 + 8] = float("nan")
+            return block
+
+        monkeypatch.setattr(PredictionHead, "hidden_states", watched)
+        monkeypatch.setattr(BlockManager, "_allocate", allocated)
+        params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+        engine.generate([[1, 2, 3], [4, 5, 6]], params)
+        assert engine.metrics().preemptions_total
+        assert rates(engine)[1]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more)])

@@ -28,8 +28,9 @@ from rollout.engine.scheduling.in_flight_prefixes import InFlightPrefixes
 from rollout.engine.sequences.sequence import ScheduledBatch, ScheduledEntry, Sequence, Status
 
 _BY_ID = attrgetter("seq_id")
-# Known tokens of a sequence in a step with drafts; of more than one where a recurrent state has
-# gone back behind a wrong one.
+# Known tokens of a sequence in a step with drafts, where a recurrent state has gone back behind a
+# wrong one. Any other has one: of more, as after a preemption, nobody has made the hidden states
+# that a prediction head reads.
 _MOST_BEHIND = 16
 
 
@@ -266,7 +267,9 @@ class Scheduler:
         decoding = [
             entry
             for entry in batch.entries
-            if entry.num_new <= _MOST_BEHIND and entry.samples and entry.sequence.output_len
+            if entry.num_new <= (_MOST_BEHIND if entry.sequence.went_back else 1)
+            and entry.samples
+            and entry.sequence.output_len
         ]
         for entry in decoding if self._drafts_for(len(decoding)) else ():
             seq = entry.sequence
