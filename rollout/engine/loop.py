@@ -317,7 +317,7 @@ class StepLoop:
                 log.error("request %r cannot be encoded", request_id, exc_info=error)
                 text = f"request {request_id!r} cannot be encoded: {type(error).__name__}: {error}"
                 self._outputs.fail(EngineError(text), [request_id])
-            rest = batch.rows(batch.rows_running)
+            rest = batch.rows(self._running(batch))
             return self._begin(rest) if rest.entries else None
         patches = len(tensors.get("pixels", ()))
         return _Begun(batch, self._executor.call("step", args, tensors), patches)
@@ -345,7 +345,14 @@ class StepLoop:
             else:
                 seq.mask = verdict
         ready = [not (entry.samples and entry.sequence.waits_for_mask) for entry in batch.entries]
-        return batch.rows([row for row in batch.rows_running if ready[row]])
+        return batch.rows([row for row in self._running(batch) if ready[row]])
+
+    def _running(self, batch: ScheduledBatch) -> list[int]:
+        """Rows of those that still run; what a draft model was to read of the others it has not."""
+        rows = batch.rows_running
+        if batch.runs_draft and len(rows) < len(batch.entries):
+            self._scheduler.blocks.forget_drafted()
+        return rows
 
     def _begin_ahead(self, batch: ScheduledBatch) -> _Begun | None:
         """If it cannot be encoded, it waits for its turn, when its sequences may be ended."""

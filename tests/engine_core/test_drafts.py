@@ -22,7 +22,7 @@ from engine_core.toy_model import VOCAB, WHOLE, ToyExecutor, chain
 from rollout.engine.scheduling.drafter import Draft
 from rollout.engine.scheduling.ngram_drafter import NgramDrafter
 from rollout.engine.sequences.sequence import Sequence
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, EngineError
 from rollout.generation import RequestOutput
 from rollout.models.decoder.kv_groups import KVGroup
 
@@ -110,6 +110,27 @@ def test_a_commit_between_steps_finds_no_draft(start: Start, in_flight: str) -> 
     else:
         assert set(weights) == {3}
     core.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("read", ["bad", "good"])
+def test_a_step_goes_on_without_what_the_draft_model_was_to_read(start: Start, read: str) -> None:
+    """And who cannot be encoded is told apart from whom it reads nothing of."""
+
+    class Reads(Told):
+        def draft(self, seq: Sequence, room: int) -> Draft:
+            return Draft(context=range(seq.num_tokens if seq.request_id == read else 0))
+
+    core = start(num_speculative_tokens=5)
+    core.scheduler.drafter = Reads(0, {}, 0.0)
+    good, bad = Sink(2), Sink()
+    broken = request("bad", max_tokens=100)
+    core.submit([request("good", max_tokens=60), request("b", max_tokens=60)], good, stream=False)
+    core.submit([broken], bad, stream=True)
+    bad.wait_for(3)
+    core.at_step_boundary(lambda: object.__setattr__(broken.params, "top_k", 10**30)).result(30)
+    with pytest.raises(EngineError, match="'bad' cannot be encoded: OverflowError"):
+        bad.results()
+    assert {len(out.outputs[0].token_ids) for out in good.results().values()} == {60}
 
 
 def test_drafts_that_are_right_save_steps(start: Start) -> None:

@@ -421,11 +421,12 @@ class ScheduledBatch:
 
     def rows(self, rows: list[int]) -> ScheduledBatch:
         """The entries ``rows`` alone."""
-        ahead = self.previous_rows
+        ahead, entries = self.previous_rows, [self.entries[row] for row in rows]
         return replace(
             self,
-            entries=[self.entries[row] for row in rows],
+            entries=entries,
             previous_rows=None if ahead is None else [ahead[row] for row in rows],
+            runs_draft=any(entry.draft_context for entry in entries),
         )
 
     @property
