@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollout.engine.scheduling.drafter import Draft
 from rollout.engine.scheduling.ngram_drafter import NgramDrafter
 from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError
+from rollout.generation import VersionSpan
 
 ENGINE: dict[str, Any] = {
     "device": "cpu", "num_threads": 1, "num_kv_blocks": 200, "block_size": 8, "max_model_len": 128,
@@ -178,6 +180,24 @@ def test_states_go_back_behind_wrong_drafts(
         assert 0 < metrics.spec_accepted_tokens_total < metrics.spec_draft_tokens_total
         assert metrics.state_snapshot_hits_total
         drafting._async.backend.core.scheduler.check_integrity()
+
+
+def test_what_a_state_goes_back_behind_is_told_as_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To who hears of each token; an answer may end there, too."""
+    write_tiny(tmp_path, "qwen3_next")
+    monkeypatch.setattr("rollout.engine.core.NgramDrafter", _Misled)
+    params = replace(SAMPLED, n=1)
+    with Rollout(str(tmp_path), **ENGINE, **DRAFTS) as engine:
+        engine.generate(PROMPTS[:1], params)
+        before = engine.metrics()
+        for out in engine.stream(PROMPTS[0], params):
+            [one] = out.outputs
+            assert one.kv_spans == (VersionSpan(0, 0, len(HEAD) + len(one.token_ids) - 1),)
+        now = engine.metrics()
+        taken = now.spec_accepted_tokens_total - before.spec_accepted_tokens_total
+        assert taken < now.spec_draft_tokens_total - before.spec_draft_tokens_total
 
 
 def test_vllms_and_sglangs_names_say_what_to_use(tmp_path: Path) -> None:

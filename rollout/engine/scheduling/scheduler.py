@@ -178,7 +178,8 @@ class Scheduler:
             del self.running[bisect_left(self.running, seq.seq_id, key=_BY_ID)]
         self._waiting.pop(seq.seq_id, None)
         seq.status = Status.FINISHED
-        kv_spans = seq.kv_spans.prefix(seq.num_computed)
+        told = seq.told_kv_spans
+        kv_spans = told.prefix(told.length)
         self.blocks.release(seq)
         if self.drafter is not None:
             self.drafter.finish(seq)
@@ -267,7 +268,7 @@ class Scheduler:
         decoding = [
             entry
             for entry in batch.entries
-            if entry.num_new <= (_MOST_BEHIND if entry.sequence.went_back else 1)
+            if entry.num_new <= (1 if entry.sequence.undone is None else _MOST_BEHIND)
             and entry.samples
             and entry.sequence.output_len
         ]

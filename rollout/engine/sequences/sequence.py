@@ -55,8 +55,8 @@ class Sequence:
     ``held_state`` a snapshot that it or its forks go on from, ``restoring`` one that its next step
     begins with, ``saving`` one that this step makes, ``branch`` the blocks of a known prefix that
     ended in none; ``forks``: other samples go on from this one's prompt; ``trial``: where this step
-    has drafts; ``went_back``: behind a wrong one, so that its next step computes known tokens
-    again.
+    has drafts; ``undone``: what ``kv_spans`` were before it went back behind a wrong one, so that
+    its next step computes known tokens again.
 
     ``drafting``: while it runs, where tokens may be drafted for it; ``num_drafted``: how many
     leading positions the draft model has keys and values of, where one drafts.
@@ -102,7 +102,7 @@ class Sequence:
     saving: Snapshot | None = None
     branch: int = 0
     trial: Trial | None = None
-    went_back: bool = False
+    undone: SpanBuilder | None = None
     forks: bool = False
     drafting: DraftPace | None = None
     num_drafted: int = 0
@@ -246,12 +246,17 @@ class Sequence:
         """
         return version if self.adapter is None else max(version, self.adapter.version)
 
+    @property
+    def told_kv_spans(self) -> SpanBuilder:
+        """As if it never went back."""
+        return self.kv_spans if self.undone is None else self.undone
+
     def stamped_kv_spans(self) -> tuple[VersionSpan, ...]:
-        """``kv_spans``, which are the base's versions, as ``stamp`` has them."""
+        """``told_kv_spans``, which are the base's versions, as ``stamp`` has them."""
         if self.adapter is None:
-            return self.kv_spans.spans()
+            return self.told_kv_spans.spans()
         stamped = SpanBuilder()
-        for span in self.kv_spans.spans():
+        for span in self.told_kv_spans.spans():
             stamped.extend(self.stamp(span.version), span.stop - span.start)
         return stamped.spans()
 
@@ -289,18 +294,18 @@ class Sequence:
     def advance(self, count: int, version: int) -> None:
         """The KV of the next ``count`` positions was computed by ``version``."""
         self.num_computed += count
-        self.went_back = False
+        self.undone = None
         self.kv_spans.extend(version, count)
 
     def go_back(self, position: int) -> None:
         """What comes after ``position`` is computed again."""
-        self.num_computed, self.went_back = position, True
+        self.num_computed, self.undone = position, self.kv_spans
         self.kv_spans = self.kv_spans.prefix(position)
 
     def forget_kv(self) -> None:
         """Start over from position 0, keeping the output; the blocks are the caller's to free."""
         self.num_computed = self.num_drafted = 0
-        self.went_back = False
+        self.undone = None
         self.kv_spans.clear()
         self.block_table, self.more_tables, self.gone = [], [], []
         self.hashed_blocks = 0
