@@ -236,7 +236,8 @@ class _Beside:
             )
             for rank in range(ranks)
         ]
-        if held.config is not None and config.load_format != "dummy":
+        cut = held.config is not None or longest is not None  # not held as the files have it
+        if cut and config.load_format != "dummy":
             _check_files(config, held.directory, models[0].table)
         return cls(
             directory=held.directory, config=held.config, models=tuple(models), longest=longest

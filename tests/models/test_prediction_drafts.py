@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_heads import foresee, write_release
 from tiny_models import write_tiny
 from torch import Tensor
 
 from rollout import EngineConfig, RequestOutput, Rollout, SamplingParams
 from rollout.engine.scheduling.block_manager import BlockManager
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.prediction_head import PredictionHead
 from rollout.server.preflight import Preflight, check
 
@@ -210,6 +211,21 @@ def test_a_check_counts_the_head_and_what_it_reads(tiny: dict[str, Path]) -> Non
     layer, hidden = 2 * 2 * 16 * 4, 64 * 4
     assert both.kv_bytes_per_token == own.kv_bytes_per_token + layer + hidden
     assert any("mtp: prediction head" in line for line in both.lines())
+
+
+@pytest.mark.parametrize("arch", ["glm4_moe", "qwen3_next"])
+def test_a_check_says_what_of_a_heads_files_does_not_fit(tmp_path: Path, arch: str) -> None:
+    """Every fault at once, as of the model's own files."""
+    write_release(tmp_path, arch)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(("eh_proj.weight", "mtp.fc.weight")))
+    tensors[name] = tensors[name][:-1].contiguous()
+    tensors[name.replace("weight", "bias")] = torch.ones(3)
+    save_file(tensors, file, {"format": "pt"})
+    told = rf"do not fit: unknown {name.replace('weight', 'bias')}; {name} is \[63, 128\], not \[64"
+    with pytest.raises(WeightMismatch, match=told):
+        check(EngineConfig(model=str(tmp_path), **ENGINE, **DRAFTS))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more)])
