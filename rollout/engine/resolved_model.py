@@ -86,6 +86,11 @@ class ResolvedModel:
     def component(self, config: EngineConfig, name: str) -> Path:
         """The directory of one that is held beside the model, or is of the same files."""
         path = config.components[name]
+        if is_remote(path):
+            raise ConfigError(
+                f"component {name!r}: {path} is a URL, and components are read from directories "
+                "and hubs alone; copy it to a directory"
+            )
         return self.directory if path == config.model else resolve_component(path)
 
     def settled(self, config: EngineConfig) -> EngineConfig:

@@ -263,3 +263,12 @@ def test_what_cannot_draft_is_refused(
         settings = {"components": {"mtp": str(tiny[settings["components"]["mtp"]])}}
     with pytest.raises(ConfigError, match=told):
         Rollout(str(tiny[model]), **{**ENGINE, **DRAFTS, **settings})
+
+
+def test_the_head_of_a_model_at_a_url_is_refused(
+    tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are nowhere on this machine."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="glm4_moe is a URL, and components are read from"):
+        check(EngineConfig(model=f"local://{tiny['glm4_moe']}", **ENGINE, **DRAFTS))
