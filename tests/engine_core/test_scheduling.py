@@ -344,6 +344,18 @@ def test_a_prefix_is_taken_up_at_the_nearest_snapshot_of_its_states() -> None:
     assert other.num_cached_tokens == 12
 
 
+@pytest.mark.parametrize(("tokens", "due"), [(22, False), (23, True)])
+def test_no_step_is_begun_ahead_after_which_a_snapshot_is_due(tokens: int, due: bool) -> None:
+    """Also behind the end of a prompt, which is computed several tokens at once."""
+    bench = Bench(num_blocks=64, snapshots=4)
+    [seq] = bench.submit(prompt(tokens), 9)
+    while seq.num_computed < 20:
+        bench.step()
+    last = bench.scheduler.schedule()
+    assert last.entries[0].num_new == tokens - 20
+    assert (not bench.scheduler.schedule_ahead(last).entries) == due
+
+
 def test_a_state_of_two_versions_is_held_for_forks_and_found_by_nobody() -> None:
     bench = Bench(num_blocks=64, budget=8, snapshots=6)
     assert bench.states is not None

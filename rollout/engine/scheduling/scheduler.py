@@ -141,7 +141,7 @@ class Scheduler:
             seq = entry.sequence
             if seq.reads_tokens or seq.seq_id in self._unforked or not entry.draws_alone:
                 return batch
-            if self.blocks.next_snapshot(seq, coming=1) == seq.num_computed + 2:
+            if self.blocks.next_snapshot(seq, coming=entry.num_new) == entry.stop + 1:
                 return batch  # what a step saves is booked before the next
             if seq.num_tokens + 1 < seq.max_len:
                 going_on.append((row, seq))
