@@ -18,6 +18,7 @@ from rollout.loader import (
     resolve_model,
     resolve_tokenizer,
 )
+from rollout.loader.sharded_state import is_sharded
 from rollout.models.config.model import ModelConfig
 from rollout.models.module_map import ModuleMap
 from rollout.models.registry import Registry
@@ -91,7 +92,10 @@ class ResolvedModel:
                 f"component {name!r}: {path} is a URL, and components are read from directories "
                 "and hubs alone; copy it to a directory"
             )
-        return self.directory if path == config.model else resolve_component(path)
+        if path != config.model:
+            return resolve_component(path)
+        saved = self.directory / name  # by ``save_sharded_state``
+        return saved if is_sharded(saved) else self.directory
 
     def settled(self, config: EngineConfig) -> EngineConfig:
         """``config`` with the scheme that quantization "auto" stands for here: the files' own, or
