@@ -405,15 +405,14 @@ class EngineConfig:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        components = _components(self.components)
-        if self.draft_component == HEAD:
-            components.setdefault(HEAD, self.model)  # the release's own
-        put("components", components)
+        put("components", _components(self.components))
         if isinstance(self.cuda_graphs, bool):
             put("cuda_graphs", "on" if self.cuda_graphs else "off")
         for f in fields(self):
             if f.type in ("str", "str | None"):
                 put(f.name, _text(f.name, getattr(self, f.name)))
+        if self.draft_component == HEAD and HEAD not in self.components:
+            put("components", {**self.components, HEAD: self.model})  # the release's own
         if self.quantization is None:  # as vLLM has it
             put("quantization", "auto")
         dirs = [_text("weight_dirs", path) for path in _several("weight_dirs", self.weight_dirs)]
@@ -465,7 +464,7 @@ class EngineConfig:
                     "or leave it out (merged adapters may change these without it)"
                 )
         if (draft := self.draft_component) is not None:
-            if draft not in self.components and draft != HEAD:
+            if draft not in self.components:
                 raise ConfigError(
                     f"draft_component={draft!r} is none of components "
                     f"({', '.join(self.components) or 'there are none'}): add {draft}=DIR to them, "

@@ -236,7 +236,7 @@ def test_a_saved_engine_starts_with_its_head(
     with Rollout(str(tiny["right_glm4_moe"]), **settings) as engine:
         wanted = answers(engine.generate(PROMPTS, GREEDY))
         engine.save_sharded_state(str(tmp_path))
-    with Rollout(str(tmp_path), **settings) as engine:
+    with Rollout(tmp_path, **settings) as engine:
         assert answers(engine.generate(PROMPTS, GREEDY)) == wanted
         accepted, drafted = rates(engine)
         assert accepted == drafted > 0
