@@ -67,13 +67,17 @@ def seconds(
     return time.perf_counter() - began
 
 
-def beginning(checkpoint: Path, layers: int, where: Path) -> tuple[Path, Path]:
-    """A draft model of the first ``layers``, and a policy that those are all of."""
-    tensors = {
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {
         name: tensor
         for file in sorted(checkpoint.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+
+
+def beginning(checkpoint: Path, layers: int, where: Path) -> tuple[Path, Path]:
+    """A draft model of the first ``layers``, and a policy that those are all of."""
+    tensors = tensors_of(checkpoint)
     later = {
         name
         for name in tensors
@@ -99,11 +103,7 @@ def beginning(checkpoint: Path, layers: int, where: Path) -> tuple[Path, Path]:
 
 def with_heads(checkpoint: Path, where: Path) -> Iterator[tuple[str, Path]]:
     """Releases of Qwen3.5's kind, whose heads are always right, and never."""
-    tensors = {
-        name: tensor
-        for file in sorted(checkpoint.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+    tensors = tensors_of(checkpoint)
     attends = next(name for name in tensors if name.endswith("self_attn.o_proj.weight"))
     layer, hidden = attends.removesuffix("self_attn.o_proj.weight"), len(tensors[attends])
     norm, wide = tensors["model.norm.weight"], torch.eye(hidden, 2 * hidden, dtype=torch.bfloat16)

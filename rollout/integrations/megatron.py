@@ -35,8 +35,8 @@ MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"),
     *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
 )
-_BIASED = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")  # the choice of experts
-_NEXT_LAYERS = _BIASED  # may come with layers that predict further tokens
+# Routers have a bias on the choice, and layers that predict further tokens may come behind.
+_OF_DEEPSEEK_V3 = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
 
 _REPLICATED = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -311,7 +311,7 @@ class MegatronLayout:
 
     def _head(self, layer: str, rest: str, tensor: Tensor) -> list[Part] | None:
         """As files of DeepSeek-V3 and GLM-4.5 have it: behind the last layer."""
-        if self.config["model_type"] not in _NEXT_LAYERS:
+        if self.config["model_type"] not in _OF_DEEPSEEK_V3:
             return None
         if rest in _AROUND:
             return [_whole(f"{layer}.{_AROUND[rest]}", tensor)]
@@ -394,7 +394,7 @@ class MegatronLayout:
         names = W123_NAMES if kind == "mixtral" else PROJ_NAMES
         if rest == "mlp.router.weight":
             return [_whole(f"{layer}.{names.module}.gate.weight", tensor)]
-        if rest == "mlp.router.expert_bias" and kind in _BIASED:
+        if rest == "mlp.router.expert_bias" and kind in _OF_DEEPSEEK_V3:
             return [_whole(f"{layer}.{names.module}.gate.e_score_correction_bias", tensor)]
         if rest == "mlp.shared_experts.gate_weight" and kind == "qwen2_moe":
             return [_whole(f"{layer}.mlp.shared_expert_gate.weight", tensor)]

@@ -20,7 +20,7 @@ from rollout.models.decoder.kv_groups import kv_groups
 from rollout.models.decoder.moe import SparseMoE
 from rollout.models.decoder.native_blocks import NativeBlocks
 from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
-from rollout.models.layers.base import Build, Layer
+from rollout.models.layers.base import Build
 from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
 from rollout.models.layers.score_head import ScoreHead
@@ -181,15 +181,8 @@ class CausalLM(Model):
         return self.model.embedding if self.lm_head is None else self.lm_head
 
     def after_load(self) -> None:
-        """Re-derive everything derived from parameters, in place; called after every load."""
-        for layer in self._own_layers:
-            layer.after_load()
+        super().after_load()
         self.contents_moved()
-
-    @functools.cached_property
-    def _own_layers(self) -> list[Layer]:
-        """Looked for after the first load; none comes or goes then."""
-        return [module for module in self.modules() if isinstance(module, Layer)]
 
     def contents_moved(self) -> None:
         if self.adapters is not None:

@@ -61,6 +61,3 @@ class HeldTensors(Model):
 
     def empty_like(self) -> Self:
         return type(self)(self.build, self._tensors, self._prefixes)
-
-    def after_load(self) -> None:
-        """Nothing is derived."""

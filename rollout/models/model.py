@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -13,7 +14,7 @@ from rollout.errors import ConfigError
 from rollout.kernels import digest_regions
 from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
-from rollout.models.layers.base import Build
+from rollout.models.layers.base import Build, Layer
 from rollout.models.weight_io.known_bucket import KnownBucket
 from rollout.models.weight_io.load import LoadReport, WeightLoad
 from rollout.models.weight_io.quantized import QuantizedIO
@@ -74,7 +75,13 @@ class Model(nn.Module):
 
     def after_load(self) -> None:
         """Re-derive everything derived from parameters, in place; called after every load."""
-        raise NotImplementedError
+        for layer in self._own_layers:
+            layer.after_load()
+
+    @cached_property
+    def _own_layers(self) -> list[Layer]:
+        """Looked for after the first load; none comes or goes then."""
+        return [module for module in self.modules() if isinstance(module, Layer)]
 
     def contents_moved(self) -> None:
         """The parameters hold what others held: what adapters make of them is derived anew."""

@@ -15,7 +15,7 @@ from rollout.errors import ConfigError, some
 from rollout.models.causal_lm import CausalLM, make_block, make_rotary
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
-from rollout.models.layers.base import Build, Layer
+from rollout.models.layers.base import Build
 from rollout.models.layers.linear import ReplicatedLinear
 from rollout.models.layers.norm import Norm, make_norm
 from rollout.models.layers.rotary import Rotary
@@ -117,11 +117,6 @@ class PredictionHead(Model):
 
     def empty_like(self) -> Self:
         return type(self)(*self._given, self.rotary)
-
-    def after_load(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Layer):
-                module.after_load()
 
 
 def head_fault(config: ModelConfig, tensors: Sequence[TensorMeta]) -> str:

@@ -375,12 +375,7 @@ class ModelRunner:
         visual = batch.visual
         if visual is not None:
             visual = replace(visual, rows=to_device(visual.rows, self.device))
-        return ForwardBatch(
-            **moved,
-            visual=visual,
-            expert_pages=batch.expert_pages,
-            hidden_pages=batch.hidden_pages,
-        )
+        return replace(batch, **moved, visual=visual)
 
     def move_adapters(self, moves: Iterable[tuple[int, int]]) -> dict[str, Any]:
         """See ``AdapterPlaces``; between steps, in lockstep on all ranks."""
