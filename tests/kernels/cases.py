@@ -465,12 +465,14 @@ def _experts() -> Iterator[Case]:
 def scanned(
     sequences: list[tuple[int, int]], seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slots, starts and lengths of (new tokens, context) pairs, and how many tokens there are."""
+    """Slots, starts and lengths of (new tokens, context) pairs, and how many tokens there are; of a
+    context below 0 there is no slot.
+    """
     count = len(sequences)
     slots = torch.randperm(count + 2, generator=torch.Generator().manual_seed(seed))[:count].int()
     starts = torch.tensor([0, *(n for n, _ in sequences)]).cumsum(0).int()
     lengths = torch.tensor([context for _, context in sequences], dtype=torch.int32)
-    return slots, starts, lengths, starts[-1]
+    return slots.where(lengths > 0, -1), starts, lengths.abs(), starts[-1]
 
 
 def delta(
@@ -511,6 +513,7 @@ def _deltas() -> Iterator[Case]:
     mixes = {
         "chunks and decodes": [(5, 5), (1, 9), (7, 30), (1, 1)],
         "one token": [(1, 40)],
+        "padding": [(1, 9), (1, -1), (2, -9), (1, 40), (0, -1)],
         "nothing": [],
     }
     for name, sequences in mixes.items():

@@ -20,8 +20,9 @@ def causal_conv(
 ) -> Tensor:
     bf16, width = BF16.get(x.dtype), weight.shape[1]
     dense = weight.is_contiguous() and states.is_contiguous()
+    given = x, weight, states, slots, query_starts, context_lens, bias
     if bf16 is None or not dense or width > MAX_WIDTH:
-        return op.reference(x, weight, states, slots, query_starts, context_lens, bias)
+        return op.reference(*given)
     channels = x.shape[1]
     assert x.dtype == weight.dtype == states.dtype
     assert weight.shape[0] == channels
@@ -32,10 +33,10 @@ def causal_conv(
     x = x if x.stride(1) == 1 else x.contiguous()
     slots, starts, lengths = (i.int().contiguous() for i in (slots, query_starts, context_lens))
     out = torch.empty((len(x), channels), dtype=x.dtype)
-    entry("causal_conv")(
+    padded = entry("causal_conv")(
         *(x.data_ptr(), x.stride(0), weight.data_ptr()),
         *(None if bias is None else bias.data_ptr(), states.data_ptr(), slots.data_ptr()),
         *(starts.data_ptr(), lengths.data_ptr(), out.data_ptr(), len(slots), channels, width),
         *(bf16, torch.get_num_threads()),
     )
-    return out
+    return op.reference(*given) if padded else out

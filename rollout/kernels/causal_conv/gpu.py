@@ -68,10 +68,12 @@ def _convolve(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # Masks are made of blocks: "&" takes no scalar. Of a long prompt offsets pass 32 bits.
     live, each = c < channels, (c * 0).to(tl.int64)
+    slot = tl.load(slots + s).to(tl.int64)
     first = tl.load(starts + s).to(tl.int64)
     tokens = (tl.load(starts + s + 1) - first).to(tl.int32)
-    kept = each + tl.load(lengths + s) > tokens
-    state = states + (tl.load(slots + s).to(tl.int64) * channels + c) * (WIDTH - 1)
+    has_state = each + slot >= 0
+    kept = has_state & (each + tl.load(lengths + s) > tokens)
+    state = states + (slot * channels + c) * (WIDTH - 1)
     x += first * row + c
     out += first * channels + c
     for t in range(part * TOKENS, tl.minimum(tokens, (part + 1) * TOKENS)):
@@ -92,4 +94,4 @@ def _convolve(
             at = each + (tokens - (WIDTH - 1) + j)
             new = tl.load(x + at * row, mask=live & (at >= 0), other=0.0)
             old = tl.load(state + tokens + j, mask=live & (at < 0) & kept, other=0.0)
-            tl.store(state + j, tl.where(at >= 0, new, old), mask=live)
+            tl.store(state + j, tl.where(at >= 0, new, old), mask=live & has_state)

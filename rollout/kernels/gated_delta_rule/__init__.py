@@ -29,8 +29,9 @@ def gated_delta_rule(
     [T, H, DK], one for each row of S (Kimi Team 2025, "Kimi Linear"). Sequences are as
     ``ForwardBatch`` has them. states: [slots, H, DK, DV] float32: row ``slots[s]`` (int32,
     distinct) is sequence s's S before its new tokens, zero where there are none whatever it holds,
-    and is left as S after them. Computed in float32; returns [T, H, DV] of v's dtype. The bits do
-    not depend on how a sequence's tokens are divided among calls.
+    and is left as S after them. Slot -1: S is zero before them, and is not kept. Computed in
+    float32; returns [T, H, DV] of v's dtype. The bits do not depend on how a sequence's tokens are
+    divided among calls.
     """
     heads, each = v.shape[1], v.shape[1] // k.shape[1]
     assert q.shape == k.shape
@@ -44,15 +45,16 @@ def gated_delta_rule(
     decays, values = gates.exp()[..., None], _wide(v)
     decays = decays if gates.dim() == 3 else decays[..., None]  # [T, H, DK or 1, 1]
     for s, (slot, length) in enumerate(zip(slots.tolist(), context_lens.tolist(), strict=True)):
-        fresh = length == starts[s + 1] - starts[s]
-        state = torch.zeros_like(states[slot]) if fresh else states[slot]  # [H, DK, DV]
+        fresh = slot < 0 or length == starts[s + 1] - starts[s]
+        state = states.new_zeros(states.shape[1:]) if fresh else states[slot]  # [H, DK, DV]
         for t in range(starts[s], starts[s + 1]):
             key, query = keys[t, :, :, None], queries[t, :, :, None]
             state = state * decays[t]
             delta = (values[t] - (state * key).sum(1)) * betas[t, :, None]
             state = state + key * delta[:, None]
             out[t] = (state * query).sum(1).to(v.dtype)
-        states[slot] = state
+        if slot >= 0:
+            states[slot] = state
     return out
 
 

@@ -81,8 +81,10 @@ def _scan(
     row, column = r < key_dim, c < dim
     first = tl.load(starts + s).to(tl.int64)
     stop = tl.load(starts + s + 1).to(tl.int64)
-    kept = r[:, None] * 0 + tl.load(lengths + s) > stop - first
-    slot = tl.load(slots + s).to(tl.int64) * heads + head
+    own = tl.load(slots + s).to(tl.int64)
+    has_state = r[:, None] * 0 + own >= 0
+    kept = has_state & (r[:, None] * 0 + tl.load(lengths + s) > stop - first)
+    slot = own * heads + head
     at = states + slot * key_dim * dim + r[:, None] * dim + c[None, :]
     live = row[:, None] & column[None, :]
     state = tl.load(at, mask=live & kept, other=0.0)
@@ -104,4 +106,4 @@ def _scan(
         read = tl.sum(state * query[:, None], 0)
         here = out + (t * heads + head) * dim + c
         tl.store(here, narrow(read, out.dtype.element_ty), mask=column)
-    tl.store(at, state, mask=live)
+    tl.store(at, state, mask=live & has_state)

@@ -1,6 +1,7 @@
 /* What a gated delta net does between its projections. One thread has a sequence's channels or
  * columns for all its tokens, and goes from token to token: the bits do not depend on how a
  * sequence is cut into steps. */
+#include "state_slots.h"
 #include "team.h"
 #include "vec.h"
 
@@ -52,11 +53,13 @@ INLINE void convolve(const void *x, int64_t row, const void *weight, const void 
         }
 }
 
-EXPORT void rollout_causal_conv(const void *x, int64_t row, const void *weight,
-                                const void *bias, void *states, const int32_t *slots,
-                                const int32_t *starts, const int32_t *lengths, void *out,
-                                int64_t sequences, int64_t channels, int32_t width, int32_t bf16,
-                                int32_t threads) {
+/* Not 0: nothing has been done, as there is padding. So below. */
+EXPORT int32_t rollout_causal_conv(const void *x, int64_t row, const void *weight,
+                                   const void *bias, void *states, const int32_t *slots,
+                                   const int32_t *starts, const int32_t *lengths, void *out,
+                                   int64_t sequences, int64_t channels, int32_t width,
+                                   int32_t bf16, int32_t threads) {
+    if (has_padding(slots, sequences)) return 1;
     Team team = {0};
     int64_t parts = (channels + CHANNELS - 1) / CHANNELS, size = bf16 ? 2 : 4;
     if (starts[sequences] * channels * width < SMALL) threads = 1;
@@ -75,6 +78,7 @@ EXPORT void rollout_causal_conv(const void *x, int64_t row, const void *weight,
                 convolve(in, row, weight, bias, state, to, tokens, fresh, c, channels, width, 0);
         }
     }
+    return 0;
 }
 
 typedef struct {
@@ -147,8 +151,9 @@ INLINE void scan(const Delta *p, int64_t s, int64_t head, int64_t c, int bf16) {
     }
 }
 
-EXPORT void rollout_gated_delta_rule(const void *problem, int32_t bf16, int32_t threads) {
+EXPORT int32_t rollout_gated_delta_rule(const void *problem, int32_t bf16, int32_t threads) {
     const Delta *p = problem;
+    if (has_padding(p->slots, p->sequences)) return 1;
     Team team = {0};
     int64_t blocks = (p->dim + COLUMNS - 1) / COLUMNS, parts = p->heads * blocks;
     if (p->starts[p->sequences] * p->heads * p->key_dim * p->dim < SMALL) threads = 1;
@@ -158,4 +163,5 @@ EXPORT void rollout_gated_delta_rule(const void *problem, int32_t bf16, int32_t 
         if (bf16) scan(p, part / parts, head, c, 1);
         else scan(p, part / parts, head, c, 0);
     }
+    return 0;
 }

@@ -2,6 +2,7 @@
  * sequence. Tokens are taken several at a time, so that a state is read and written once for them;
  * each element goes through the same operations in the same order as token by token: the bits do
  * not depend on how a sequence is cut into steps. */
+#include "state_slots.h"
 #include "team.h"
 #include "vec.h"
 
@@ -78,8 +79,10 @@ INLINE void scan_columns(const Ssd *p, int64_t s, int64_t head, int64_t c, int b
     }
 }
 
-EXPORT void rollout_ssd_scan(const void *problem, int32_t bf16, int32_t threads) {
+/* Not 0: nothing has been done, as there is padding. */
+EXPORT int32_t rollout_ssd_scan(const void *problem, int32_t bf16, int32_t threads) {
     const Ssd *p = problem;
+    if (has_padding(p->slots, p->sequences)) return 1;
     Team team = {0};
     int64_t blocks = (p->dim + COLUMNS - 1) / COLUMNS, parts = p->heads * blocks;
     if (p->starts[p->sequences] * p->heads * p->size * p->dim < SMALL) threads = 1;
@@ -89,4 +92,5 @@ EXPORT void rollout_ssd_scan(const void *problem, int32_t bf16, int32_t threads)
         if (bf16) scan_columns(p, part / parts, head, c, 1);
         else scan_columns(p, part / parts, head, c, 0);
     }
+    return 0;
 }

@@ -26,9 +26,9 @@ def ssd_scan(
     x: [T, H, P]; b, c: [T, G, N], of which each H / G heads in a row share a group; steps: [T, H],
     rates (below 0) and skips: [H], float32. Sequences are as ``ForwardBatch`` has them. states:
     [slots, H, N, P] float32: row ``slots[s]`` (int32, distinct) is sequence s's S before its new
-    tokens, zero where there are none whatever it holds, and is left as S after them. Computed in
-    float32; returns [T, H, P] of x's dtype. The bits do not depend on how a sequence's tokens are
-    divided among calls.
+    tokens, zero where there are none whatever it holds, and is left as S after them. Slot -1: S is
+    zero before them, and is not kept. Computed in float32; returns [T, H, P] of x's dtype. The bits
+    do not depend on how a sequence's tokens are divided among calls.
     """
     heads, each = x.shape[1], x.shape[1] // b.shape[1]
     assert b.shape == c.shape
@@ -40,14 +40,15 @@ def ssd_scan(
     keys, queries = (_wide(of).repeat_interleave(each, dim=1) for of in (b, c))  # [T, H, N]
     values, decays = _wide(x), (rates * steps).exp()
     for s, (slot, length) in enumerate(zip(slots.tolist(), context_lens.tolist(), strict=True)):
-        fresh = length == starts[s + 1] - starts[s]
-        state = torch.zeros_like(states[slot]) if fresh else states[slot]  # [H, N, P]
+        fresh = slot < 0 or length == starts[s + 1] - starts[s]
+        state = states.new_zeros(states.shape[1:]) if fresh else states[slot]  # [H, N, P]
         for t in range(starts[s], starts[s + 1]):
             taken = keys[t, :, :, None] * (values[t] * steps[t, :, None])[:, None]
             state = state * decays[t, :, None, None] + taken
             read = (state * queries[t, :, :, None]).sum(1) + values[t] * skips[:, None]
             out[t] = read.to(x.dtype)
-        states[slot] = state
+        if slot >= 0:
+            states[slot] = state
     return out
 
 

@@ -28,9 +28,9 @@ def ssd_scan(
     bf16, (tokens, heads, dim) = BF16.get(x.dtype), x.shape
     groups, size = b.shape[1:]
     alike = x.dtype == b.dtype == c.dtype and states.dtype == torch.float32
+    given = x, b, c, steps, rates, skips, states, slots, query_starts, context_lens
     if bf16 is None or not (alike and states.is_contiguous()) or size > MAX_STATE:
-        where = slots, query_starts, context_lens
-        return op.reference(x, b, c, steps, rates, skips, states, *where)
+        return op.reference(*given)
     assert b.shape == c.shape == (tokens, groups, size)
     assert heads % groups == 0
     assert states.shape[1:] == (heads, size, dim)
@@ -46,5 +46,6 @@ def ssd_scan(
         *(of.data_ptr() for of in each),
         *(x.stride(0), b.stride(0), c.stride(0), len(slots), groups, heads, size, dim),
     )
-    entry("ssd_scan")(ctypes.addressof(problem), bf16, torch.get_num_threads())
+    if entry("ssd_scan")(ctypes.addressof(problem), bf16, torch.get_num_threads()):
+        return op.reference(*given)  # there is padding
     return out
