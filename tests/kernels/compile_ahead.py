@@ -28,6 +28,7 @@ from rollout.kernels.digest_regions import DigestedAs
 from rollout.kernels.gpu_launch import Launch, recorded
 from rollout.kernels.kv_codes import LARGEST
 from rollout.weights import PLAIN, Box
+from rollout.weights.quantization import SCHEMES, Scheme
 
 TARGET = GPUTarget("cuda", 90, 32)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -251,6 +252,26 @@ def _experts() -> Iterator[tuple[str, Callable[[], Any]]]:
         stacked = (w13.mT.contiguous().mT, w2.mT.contiguous().mT, chosen, weights, 0)
         args = (x, *stacked, w13[:, :, 0].contiguous(), w2[:, :, 0].contiguous(), (1.7, 7.0))
         yield "fused_experts", lambda args=args: kernel("fused_experts")(*args)
+        for scheme in SCHEMES.values():
+            yield from _of_codes(x, w13[0], scheme)
+            codes: list[torch.Tensor] = []
+            for w in (w13, w2):
+                rows, columns = w.shape[1:]
+                kept = (8, rows, columns // scheme.per_byte), scheme.storage_dtype
+                cells = (8, rows, scheme.cells((rows, columns))), scheme.scale_dtype
+                codes += [torch.zeros(shape, dtype=dtype) for shape, dtype in (kept, cells)]
+            args = (x, *codes, chosen, weights, scheme)
+            yield "quantized_experts", lambda args=args: kernel("quantized_experts")(*args)
+
+
+def _of_codes(x: Tensor, weight: Tensor, scheme: Scheme) -> Iterator[tuple[str, Callable[[], Any]]]:
+    rows, columns = weight.shape
+    codes = torch.zeros(rows, columns // scheme.per_byte, dtype=scheme.storage_dtype)
+    scales = torch.zeros(rows, scheme.cells((rows, columns)), dtype=scheme.scale_dtype)
+    yield "dequantize", lambda: kernel("dequantize")(codes, scales, scheme, BF16)
+    if scheme.columns and len(x) <= 64:
+        args = (x, codes, scales, None, PLAIN, (rows, columns), scheme)
+        yield "quantized_linear", lambda: kernel("quantized_linear")(*args)
 
 
 def specialised(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from kernels.backends import backends
 from torch import Tensor
 
-from rollout.kernels import quantized_experts, quantized_linear
+from rollout.kernels import dequantize, fused_experts, quantized_experts, quantized_linear
+from rollout.kernels.gpu_support import triton_runs
 from rollout.kernels.quantized_experts import cpu
 from rollout.weights import PLAIN
-from rollout.weights.quantization import SCHEMES
+from rollout.weights.quantization import SCHEMES, Scheme
 
 INT8 = SCHEMES["int8"]
 # Rows that vectors and blocks of outputs do not divide, experts without a token, no token.
 SIZES = ((1, 4, 64, 32, 2), (5, 6, 64, 24, 2), (33, 8, 100, 30, 3), (9, 16, 256, 66, 4))
 
 
-def held(count: int, hidden: int, inner: int, seed: int = 0) -> list[Tensor]:
+def held(count: int, hidden: int, inner: int, seed: int = 0, scheme: Scheme = INT8) -> list[Tensor]:
     generator, found = torch.Generator().manual_seed(seed), []
     for shape in ((2 * inner, hidden), (hidden, inner)):
-        made = [INT8.quantize(torch.randn(shape, generator=generator) / 8) for _ in range(count)]
+        made = [scheme.quantize(torch.randn(shape, generator=generator) / 8) for _ in range(count)]
         found += [torch.stack([pair[part] for pair in made]) for part in (0, 1)]
     return found
 
@@ -70,3 +74,67 @@ def test_a_token_is_the_sum_of_its_experts_linears() -> None:
     out = quantized_experts(x, *weights, experts, shares, INT8)
     # torch's silu may round otherwise in another shape, by which a code may be another one.
     torch.testing.assert_close(out.float(), wanted, rtol=2**-7, atol=4e-3)
+
+
+# How the two halves are multiplied, with biases or without.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clamped": {"clamped": (1.7, 0.6)},
+    "squared": {"squared": True},
+}
+
+
+@pytest.mark.skipif(not triton_runs(), reason="needs Triton")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_gpu_multiplies_what_codes_stand_for(name: str, way: str) -> None:
+    """As ``fused_experts`` of weights that were dequantised before; int8 as product by product.
+    Also of experts in the middle of all, and of codes and scales that stand for nothing.
+    """
+    scheme, (hidden, inner, count, first) = SCHEMES[name], (160, 96, 5, 2)
+    x, experts, shares = routed(7, 9, hidden, 3, torch.float32)
+    options, tables = WAYS[way], held(count, hidden, inner, scheme=scheme)
+    if way == "squared":
+        tables[:2] = [each[:, :inner].contiguous() for each in tables[:2]]
+    if way == "clamped":
+        biases = [torch.linspace(-1, 1, count * n).view(count, n) for n in (2 * inner, hidden)]
+        options = options | dict(zip(("b13", "b2"), biases, strict=True))
+    run = backends(quantized_experts)["triton"]
+    for dtype in (torch.float32, torch.bfloat16):
+        given = x.to(dtype)
+        kept = {k: v.to(dtype) if k in ("b13", "b2") else v for k, v in options.items()}
+        arguments = _in_order(given, *tables, experts, shares, scheme, first, **kept)
+        out = run(*arguments)
+        if name == "int8":
+            wanted = quantized_experts.reference(*arguments)
+            torch.testing.assert_close(out, wanted, rtol=2**-7, atol=2e-2)
+            continue
+        w13, w2 = (dequantize(*tables[i : i + 2], scheme, dtype) for i in (0, 2))
+        plain = arguments[8:]
+        wanted = backends(fused_experts)["triton"](given, w13, w2, experts, shares, *plain)
+        if dtype == torch.float32:
+            assert torch.equal(out, wanted)
+        torch.testing.assert_close(out, wanted, rtol=2**-6, atol=1e-3)
+    if name == "int8":
+        return
+    for table, bad in ((tables[2], 0x7F), (tables[3], 255 if name == "mxfp4" else float("nan"))):
+        if table.dtype == torch.uint8 and name == "mxfp4" and bad == 0x7F:
+            continue  # all of its codes are numbers
+        broken = [each.clone() if each is table else each for each in tables]
+        broken[2 if table is tables[2] else 3][3, 1, 0] = bad
+        arguments = _in_order(x.float(), *broken, experts, shares, scheme, first)
+        if way != "squared":
+            wanted = quantized_experts.reference(*arguments).isnan()
+            assert wanted.any()
+            assert torch.equal(run(*arguments).isnan(), wanted)
+
+
+def _in_order(
+    *given: Any,
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    clamped: tuple[float, float] | None = None,
+    squared: bool = False,
+) -> tuple[Any, ...]:
+    """Arguments of ``quantized_experts`` as its implementations take them."""
+    return *given, b13, b2, clamped, squared
