@@ -28,6 +28,7 @@ from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker.cuda_graphs import DecodeGraphs
+from rollout.engine.worker.decode_inputs import DecodeInputs
 from rollout.engine.worker.draw_graphs import CapturePool, capture
 from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
@@ -179,8 +180,10 @@ class Model:
         step: Callable[[], SamplerOutput]
         graphs = None
         if CUDA:
-            blocks = inputs.block_tables.shape[1]
-            graphs = DecodeGraphs(self._forward, [batch], blocks, DEVICE, draws=draws)
+            held = DecodeInputs(batch, inputs.block_tables.shape[1], DEVICE)
+            graphs = DecodeGraphs(
+                self._forward, [batch], held, CapturePool(DEVICE), DEVICE, draws=draws
+            )
             if draws:
                 step = lambda: _there(graphs.draw(inputs, settings))  # noqa: E731
             else:

@@ -81,11 +81,10 @@ class CausalLM(Model):
 
     @property
     def captures_prompts(self) -> bool:  # type: ignore[override]
-        """Not where a state goes on from token to token, an index chooses tokens by how long its
-        tables may be, or sequences are cut at positions that the host reads.
+        """Not where an index chooses tokens by how long its tables may be, or sequences are cut at
+        positions that the host reads.
         """
-        config = self.config
-        return not (config.recurrent_layers or config.indexed_layers or any(self.chunk_of))
+        return not (self.config.indexed_layers or any(self.chunk_of))
 
     @functools.cached_property
     def native_blocks(self) -> NativeBlocks | None:

@@ -217,7 +217,7 @@ def test_norms_are_derived_beside_a_step_that_brings_another_adapter() -> None:
 
     active = ActiveRows()
     linear = Moving([[part], [part]], torch.ones(1, 2, 1, 3), torch.ones(1, 1, 4), active, False)
-    own: Any = InstanceAdapters(active, None, {"x": linear, "y": linear}, dora, print)
+    own: Any = InstanceAdapters(active, None, {"x": linear, "y": linear}, dora, {0}, print, 0)
     own.derive(None)
     assert own._squares[0][0] == 1  # of the load that it was, which no step takes for another
 

@@ -440,13 +440,18 @@ def test_heads_that_have_no_kernel_give_what_a_cpu_gives(tmp_path: Path) -> None
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("mxfp4", "qwen3"), ("fp8_block", "qwen3"), ("fp8", "qwen3_moe"), ("int8", "qwen3_moe")],
+)
 def test_weights_that_captured_steps_dequantise_give_what_a_cpu_gives(
-    tiny_qwen3: Path, name: str
+    tmp_path: Path, name: str, arch: str
 ) -> None:
+    write_tiny(tmp_path, arch, num_layers=1, vocab_size=96)
     found = []
-    for device in ("cuda", "cpu"):
-        with card_engine(tiny_qwen3, device=device, quantization=name, staging="none") as engine:
+    for device, graphs in (("cuda", "on"), ("cpu", "auto")):
+        settings = {"device": device, "cuda_graphs": graphs, "quantization": name}
+        with card_engine(tmp_path, **settings, staging="none") as engine:
             found.append(greedy_tokens(engine))
     assert found[0] == found[1]
 

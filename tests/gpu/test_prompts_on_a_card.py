@@ -10,6 +10,7 @@ import pytest
 import torch
 from card_engines import GREEDY, PROMPTS, SPECIAL, card_engine, greedy_tokens
 from tiny_heads import foresee, write_release
+from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
@@ -115,6 +116,19 @@ def test_a_draft_model_changes_no_token(tiny_qwen3: Path, monkeypatch: pytest.Mo
     assert not passes
 
 
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each forward pass that is no graph's."""
+    found, hidden_states = list[int](), CausalLM.hidden_states
+
+    def noted(model: CausalLM, batch: Any, kv: Any) -> Any:
+        found.append(len(batch.input_ids))
+        return hidden_states(model, batch, kv)
+
+    monkeypatch.setattr(CausalLM, "hidden_states", noted)
+    return found
+
+
 @pytest.mark.parametrize("arch", ["glm4_moe", "qwen3_5"])
 def test_a_head_that_foresees_the_policy_is_always_right(tmp_path: Path, arch: str) -> None:
     """One whose steps are captured, which keep what the head reads, and one with states."""
@@ -133,6 +147,60 @@ def test_a_head_that_foresees_the_policy_is_always_right(tmp_path: Path, arch: s
             assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total
             assert figures.spec_draft_tokens_total > updates
             engine.update_weights({"policy": str(tmp_path), "mtp": str(tmp_path)})
+
+
+HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**HYBRID, "mlp_only_layers": []},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("arch", STATES)
+def test_states_go_on_in_captured_steps(tmp_path: Path, passes: list[int], arch: str) -> None:
+    """Beside padding, which has none, behind a prefix that is found, and after an update."""
+    write_tiny(tmp_path, arch, vocab_size=96, **STATES[arch])
+    with card_engine(tmp_path, **CAPTURED, cuda_graphs="off") as plain:
+        wanted = _with_prompts(plain)
+    with card_engine(tmp_path, **CAPTURED) as engine:
+        passes.clear()
+        _assert_alike(_with_prompts(engine), wanted, 1e-4)
+        engine.update_weights(str(tmp_path))
+        _assert_alike(engine.generate(LONG, GREEDY), wanted[3:4], 1e-4)
+    assert not passes
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:`lora_bias=True`")
+def test_adapters_are_at_work_in_captured_steps(tiny_qwen3: Path, passes: list[int]) -> None:
+    """Two in one batch, beside the base, also once one has been replaced; one with biases is not,
+    beside which the others are.
+    """
+    pytest.importorskip("peft")
+    from adapted_models import adapted
+
+    models = {name: adapted(tiny_qwen3, seed) for seed, name in enumerate(("one", "two"))}
+    biased = adapted(tiny_qwen3, 7, lora_bias=True)
+    params = [replace(GREEDY, adapter=name) for name in ("one", "two", "one", None)]
+    prompts = [*PROMPTS, LONG[0]]
+    slots = {**CAPTURED, "max_num_seqs": 4, "max_adapters": 4, "max_lora_rank": 4}
+    found = []
+    for graphs in ("off", "auto"):
+        turns: list[Any] = []
+        with card_engine(tiny_qwen3, **slots, cuda_graphs=graphs) as engine:
+            engine.update_weights(adapters=models)
+            passes.clear()
+            turns.append(engine.generate(prompts, params))
+            engine.update_weights(adapters={"one": models["two"], "biased": biased})
+            turns.append(engine.generate(prompts, params))
+            captured = not passes
+            turns.append(engine.generate(PROMPTS[:1], replace(GREEDY, adapter="biased")))
+            assert passes
+        found.append(turns)
+        assert captured == (graphs == "auto")
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        _assert_alike(ours, theirs, 1e-4)
+    said = [output.outputs[0].token_ids for output in found[0][0]]
+    assert said[0] != said[2] or said[1] != said[2]
 
 
 def test_where_prompts_cannot_be_captured_decodes_are(

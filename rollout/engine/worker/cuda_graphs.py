@@ -72,29 +72,21 @@ class DecodeGraphs:
     """Captures ``forward`` for each of ``sizes`` and replays the smallest that holds a batch.
 
     All ranks of a model build it with the same sizes and give it the same batches, since captured
-    collectives run in lockstep. ``max_blocks``: the longest block table; ``groups``: how many a
-    sequence has. ``beside``: another
-    set, never replayed at the same time, whose inputs and memory this one shares. ``draws``: what
-    ``FusedSampler`` does with the logits, too; the attribute is None where that could not be.
-    ``stream``: that of sets before, which were dropped.
+    collectives run in lockstep. ``inputs`` and ``pool`` are shared with what is never replayed at
+    the same time. ``draws``: what ``FusedSampler`` does with the logits, too; the attribute is None
+    where that could not be.
     """
 
     def __init__(
         self,
         forward: Forward,
         sizes: Sequence[int],
-        max_blocks: int,
+        inputs: DecodeInputs,
+        pool: CapturePool,
         device: torch.device,
-        beside: DecodeGraphs | None = None,
         draws: bool = False,
-        groups: int = 1,
-        stream: Any = None,
     ) -> None:
-        self.device = device
-        self.inputs: DecodeInputs = (
-            beside.inputs if beside else DecodeInputs(max(sizes), max_blocks, device, groups)
-        )
-        self.pool: CapturePool = beside.pool if beside else CapturePool(device, stream)
+        self.inputs, self.pool = inputs, pool
         self._captured: dict[int, tuple[Any, Tensor]] = {}  # by size: a graph, and its logits
         with torch.cuda.device(device):
             # The largest first: the smaller ones find room in the memory that it took.

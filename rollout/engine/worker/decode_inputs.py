@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.engine.sampling.fused_sampler import row_numbers
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import uniforms
-from rollout.engine.worker.input_memory import InputMemory
+from rollout.engine.worker.captured_parts import CapturedParts
+from rollout.engine.worker.input_memory import Fields, InputMemory
 from rollout.models.forward import ForwardBatch
 
 
@@ -33,21 +31,37 @@ class DecodeInputs:
     they draw is the likeliest. Of several ``groups`` each has slots and block tables of its own.
     """
 
-    def __init__(self, rows: int, max_blocks: int, device: torch.device, groups: int = 1) -> None:
-        self.rows, self.max_blocks, self.groups = rows, max_blocks, groups
-        self._memory = InputMemory(sum(_words(rows, groups)), rows, max_blocks, device, groups)
+    def __init__(
+        self,
+        rows: int,
+        max_blocks: int,
+        device: torch.device,
+        groups: int = 1,
+        parts: CapturedParts | None = None,
+    ) -> None:
+        self.rows, self.max_blocks, self._parts = rows, max_blocks, parts or CapturedParts()
+        model: Fields = {
+            "input_ids": ((rows,), torch.int64),
+            "positions": ((rows,), torch.int64),
+            "slot_mapping": ((groups, rows) if groups > 1 else (rows,), torch.int64),
+            "context_lens": ((rows,), torch.int32),
+            **self._parts.fields(rows, rows),
+        }
+        sampler: Fields = {
+            "top_k": ((rows,), torch.int64),
+            "draws": ((rows,), torch.float64),
+            "numbers": ((rows, 3), torch.float32),
+        }
+        self._last_of_model, self._last = list(model)[-1], list(sampler)[-1]
+        self._memory = InputMemory({**model, **sampler}, rows, max_blocks, device, groups)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(rows, device=device)
-        host = self._memory.host
-        self._columns: list[NDArray[Any]] = [each.numpy() for each in self._views(host)]
         self._clear(0, rows)
-        self._memory.device.copy_(host)
+        self._memory.move(self._last)
 
     def fits(self, batch: ForwardBatch) -> bool:
         count, width = batch.block_tables.shape[-2:]
-        told = (batch.visual, batch.state_slots, batch.adapter_rows, batch.forced_experts)
-        plain = batch.positions.dim() == 1 and all(one is None for one in told)
-        return plain and count <= self.rows and width <= self.max_blocks
+        return self._parts.hold(batch) and count <= self.rows and width <= self.max_blocks
 
     def fill(
         self, batch: ForwardBatch, size: int, sampling: SamplingMetadata | None = None
@@ -60,61 +74,48 @@ class DecodeInputs:
         """
         self._memory.await_move()
         count, width = batch.block_tables.shape[-2:]
-        ids, positions, slots, lengths, top_k, draws, numbers = self._columns
+        host = self._memory.host
         here = batch.input_ids.device.type == "cpu"
-        ids[:count] = batch.input_ids.numpy() if here else 0
-        positions[:count] = batch.positions.numpy()
-        slots[..., :count] = batch.slot_mapping.numpy()
-        lengths[:count] = batch.context_lens.numpy()
-        moved = _words(self.rows, self.groups)[0]
+        host["input_ids"][:count] = batch.input_ids.numpy() if here else 0
+        host["positions"][:count] = batch.positions.numpy()
+        host["slot_mapping"][..., :count] = batch.slot_mapping.numpy()
+        host["context_lens"][:count] = batch.context_lens.numpy()
+        last = self._last_of_model
         if sampling is not None:
-            moved = len(self._memory.host)
-            top_k[:count], numbers[:count] = sampling.top_k, row_numbers(sampling)
-            draws[:count] = uniforms(sampling.seeds, sampling.counters)
+            last = self._last
+            host["top_k"][:count] = sampling.top_k
+            host["draws"][:count] = uniforms(sampling.seeds, sampling.counters)
+            host["numbers"][:count] = row_numbers(sampling)
         self._clear(count, size)
+        self._parts.fill(host, batch, size, size)
         self._memory.block_rows[..., :count, :width] = batch.block_tables.numpy()
-        self._memory.move(moved, count, batch.input_ids)
+        self._memory.move(last, count, batch.input_ids)
 
     def batch(self, size: int) -> ForwardBatch:
         """The first ``size`` rows, on the device."""
-        ids, positions, slots, lengths, *_ = self._views(self._memory.device)
-        return ForwardBatch(
-            input_ids=ids[:size],
-            positions=positions[:size],
-            slot_mapping=slots[..., :size],
+        there = self._memory.device
+        batch = ForwardBatch(
+            input_ids=there["input_ids"][:size],
+            positions=there["positions"][:size],
+            slot_mapping=there["slot_mapping"][..., :size],
             query_starts=self._starts[: size + 1],
-            context_lens=lengths[:size],
+            context_lens=there["context_lens"][:size],
             block_tables=self._memory.tables[..., :size, :],
             logit_rows=self._logit_rows[:size],
         )
+        return self._parts.join(batch, there)
 
     def settings(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers, top_k and draws of the first ``size`` rows, on the device, as ``sample`` takes
         them.
         """
-        *_, top_k, draws, numbers = self._views(self._memory.device)
-        return numbers[:size], top_k[:size], draws[:size]
+        there = self._memory.device
+        return there["numbers"][:size], there["top_k"][:size], there["draws"][:size]
 
     def _clear(self, start: int, stop: int) -> None:
-        ids, positions, slots, lengths, top_k, draws, numbers = self._columns
-        for column in (ids, positions, top_k, draws, numbers):
-            column[start:stop] = 0
-        slots[..., start:stop], lengths[start:stop] = -1, 1
+        host = self._memory.host
+        for name in ("input_ids", "positions", "top_k", "draws", "numbers"):
+            host[name][start:stop] = 0
+        host["slot_mapping"][..., start:stop] = -1
+        host["context_lens"][start:stop] = 1
         self._memory.block_rows[..., start:stop, :1] = 0
-
-    def _views(self, words: Tensor) -> list[Tensor]:
-        """ids, positions, slots and lengths; top_k, draws and numbers."""
-        n, groups = self.rows, self.groups
-        model, sampler = torch.split(words, _words(n, groups))
-        slots = model[2 * n : (2 + groups) * n]
-        return [
-            *(model[:n], model[n : 2 * n], slots if groups == 1 else slots.view(groups, n)),
-            model[(2 + groups) * n :].view(torch.int32)[:n],
-            *(sampler[:n], sampler[n : 2 * n].view(torch.float64)),
-            sampler[2 * n :].view(torch.float32)[: 3 * n].view(n, 3),
-        ]
-
-
-def _words(rows: int, groups: int) -> list[int]:
-    """How many of 8 bytes the model's inputs take, and the sampler's."""
-    return [(2 + groups) * rows + -(-rows // 2), 2 * rows + -(-3 * rows // 2)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,23 +15,27 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.metadata import SamplingMetadata
+from rollout.engine.worker.captured_parts import CapturedParts
 from rollout.engine.worker.cuda_graphs import (
     DecodeGraphs,
     graph_bytes,
     padded_sizes,
     wants_graphs,
 )
+from rollout.engine.worker.decode_inputs import DecodeInputs
 from rollout.engine.worker.draw_graphs import CapturePool
 from rollout.engine.worker.kv_cache import KVCache
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.paged_attention import has_gpu_kernel
+from rollout.models.adapters.instance import InstanceAdapters
 from rollout.models.causal_lm import CausalLM
 from rollout.models.forward import ForwardBatch
 from rollout.models.model import Model
 
 log = logging.getLogger(__name__)
+Graphs = TypeVar("Graphs", DecodeGraphs, PrefillGraphs)
 
 
 class GraphSets:
@@ -48,12 +54,10 @@ class GraphSets:
     ) -> None:
         self._config, self._device, self._draws, self._part = config, device, draws, part
         own, arch = part(model), part(model).config
-        # Neither states nor experts of codes, nor attention without a kernel, whose numbers the
-        # host reads, fit into a graph.
-        counts = arch.moe is not None and config.quantization != "none"
+        # Attention without a kernel, whose numbers the host reads, does not fit into a graph.
         _, heads, dim = arch.cached_heads(model.tp.size)
         attends = has_gpu_kernel(heads, dim, own.build.dtype)
-        fits = isinstance(own, CausalLM) and attends and not arch.recurrent_layers and not counts
+        fits = isinstance(own, CausalLM) and attends
         #: whether any step is captured
         self.wanted = not arch.labels and wants_graphs(config, device, fits)
         self.flips = config.staging in ("auto", "device")
@@ -62,6 +66,11 @@ class GraphSets:
         self._shapes = prefill_shapes(most, config.max_num_seqs) if prompts else ()
         self._hidden = arch.hidden_size * own.build.dtype.itemsize
         self._vocab, self._ranks = arch.vocab_size, model.tp.size
+        beside = _adapters_of(own)
+        self._parts = CapturedParts(
+            states=bool(arch.recurrent_layers),
+            adapters=0 if beside is None else beside.captured,
+        )
         self._decode: dict[Model, DecodeGraphs] = {}
         self._prefill: dict[Model, PrefillGraphs] = {}
         self._stream: Any = None  # on which all are captured, also after a sleep
@@ -92,24 +101,27 @@ class GraphSets:
         self, model: Model, batch: ForwardBatch, sampling: SamplingMetadata
     ) -> SamplerOutput | None:
         """See ``DecodeGraphs.draw``."""
-        graphs = self._decode.get(model)
+        graphs = self._of(self._decode, model, batch)
         return None if graphs is None else graphs.draw(batch, sampling)
 
     def logits(self, model: Model, batch: ForwardBatch) -> Tensor | None:
         """See ``DecodeGraphs.run``."""
-        graphs = self._decode.get(model)
+        graphs = self._of(self._decode, model, batch)
         return None if graphs is None else graphs.run(batch)
 
     def hidden_states(self, model: Model, batch: ForwardBatch) -> Tensor | None:
         """Of a batch (CPU) in which some sequence has more than one token, as those of
         ``CausalLM``; None: run it without.
         """
-        graphs, own = self._prefill.get(model), self._part(model)
+        graphs = self._of(self._prefill, model, batch)
         if graphs is None or len(batch.input_ids) == len(batch.context_lens):
             return None
-        states = graphs.run(batch)
-        if states is not None and isinstance(own, CausalLM) and own.adapters is not None:
-            own.adapters.begin_step(own, batch)  # the head, which is not captured, asks for it
+        states, own = graphs.run(batch), self._part(model)
+        beside = _adapters_of(own)
+        if states is not None and beside is not None:
+            # The head, which is not captured, asks for it. Where it has adapters no step with some
+            # is captured.
+            beside.begin_step(own, replace(batch, adapter_rows=None, adapter_tiles=None))
         return states
 
     def forget(self, model: Model) -> None:
@@ -130,42 +142,56 @@ class GraphSets:
         sizes = self._config.cuda_graph_sizes or padded_sizes(most)
         return [size for size in sizes if size <= most] or [most]
 
+    def _of(self, sets: Mapping[Model, Graphs], model: Model, batch: ForwardBatch) -> Graphs | None:
+        """Those of an instance, if they do what the adapters of ``batch`` do."""
+        beside = _adapters_of(self._part(model))
+        return sets.get(model) if beside is None or beside.are_plain(batch) else None
+
     def _capture_over(self, model: Model, kv: KVCache) -> None:
-        pages, block = kv.layers, self._config.block_size
-        own, groups = self._part(model), kv.shape.groups
-        longest = own.max_len
-        if not groups or not groups[-1].forgets:  # else there are more positions than places
-            longest = min(longest, kv.num_blocks * block)
-        max_blocks = -(-longest // block)
+        beside = _adapters_of(self._part(model))
+        with nullcontext() if beside is None else beside.captured_steps():
+            pool = self._capture_decodes(model, kv)
+            if self._shapes:
+                self._capture_prompts(model, kv, pool)
+
+    def _capture_decodes(self, model: Model, kv: KVCache) -> CapturePool:
+        pages, own, sizes = kv.layers, self._part(model), self._sizes
+        others = next(iter(self._decode.values()), None)
+        if others is None:
+            pool = CapturePool(self._device, self._stream)
+            self._stream = pool.stream
+            inputs = DecodeInputs(max(sizes), *self._tables(own, kv), parts=self._parts)
+        else:
+            pool, inputs = others.pool, others.inputs
         graphs = DecodeGraphs(
             lambda batch: own(kv.beside(batch), pages),
-            self._sizes,
-            max_blocks,
+            sizes,
+            inputs,
+            pool,
             self._device,
-            next(iter(self._decode.values()), None),
             draws=self._draws,
-            groups=max(len(groups), 1),
-            stream=self._stream,
         )
-        self._stream = graphs.pool.stream
         self._draws = graphs.draws is not None  # else it would fail again
         self._decode[model] = graphs
-        if self._shapes:
-            self._capture_prompts(model, kv, max_blocks, graphs.pool)
+        return pool
 
-    def _capture_prompts(
-        self, model: Model, kv: KVCache, max_blocks: int, pool: CapturePool
-    ) -> None:
+    def _tables(self, own: Model, kv: KVCache) -> tuple[int, torch.device, int]:
+        """Blocks of the longest table, where tables lie, and how many a sequence has."""
+        groups, block, longest = kv.shape.groups, self._config.block_size, own.max_len
+        if not groups or not groups[-1].forgets:  # else there are more positions than places
+            longest = min(longest, kv.num_blocks * block)
+        return -(-longest // block), self._device, max(len(groups), 1)
+
+    def _capture_prompts(self, model: Model, kv: KVCache, pool: CapturePool) -> None:
         pages, own = kv.layers, self._part(model)
         assert isinstance(own, CausalLM)
-        beside = next(iter(self._prefill.values()), None)
-        if beside is None:
+        others = next(iter(self._prefill.values()), None)
+        if others is None:
             tokens, sequences = (max(of) for of in zip(*self._shapes, strict=True))
-            inputs = PrefillInputs(
-                tokens, sequences, max_blocks, self._device, groups=max(len(kv.shape.groups), 1)
-            )
+            tables = self._tables(own, kv)
+            inputs = PrefillInputs(tokens, sequences, *tables, parts=self._parts)
         else:
-            inputs = beside.inputs
+            inputs = others.inputs
         try:
             self._prefill[model] = PrefillGraphs(
                 lambda batch: own.hidden_states(kv.beside(batch), pages),
@@ -182,3 +208,7 @@ class GraphSets:
                 exc_info=True,
             )
             self._shapes = ()
+
+
+def _adapters_of(own: Model) -> InstanceAdapters | None:
+    return own.adapters if isinstance(own, CausalLM) else None

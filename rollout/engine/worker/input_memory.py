@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,23 +12,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _cuda: Any = torch.cuda  # parts of it have no types
+_WORD = 8  # bytes, of which each array takes whole ones
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes, by name
 
 
 class InputMemory:
-    """Words of 8 bytes and block tables on the device, and a copy of both in pinned host memory.
+    """Arrays and block tables on the device, and a copy of both in pinned host memory.
 
     One transfer moves what is short, a second the rows of the block tables in use, of each of
-    several ``groups`` of layers. ``host`` and ``device``: int64 [words]; ``tables``, and
-    ``block_rows`` in the host: int32 [sequences, max_blocks], of several groups with one more
-    dimension in front.
+    several ``groups`` of layers. ``host`` and ``device``: each of ``fields``, in whose order they
+    lie, zeros at first; ``input_ids`` is among them. ``tables``, and ``block_rows`` in the host:
+    int32 [sequences, max_blocks], of several groups with one more dimension in front.
     """
 
     def __init__(
-        self, words: int, sequences: int, max_blocks: int, device: torch.device, groups: int
+        self, fields: Fields, sequences: int, max_blocks: int, device: torch.device, groups: int
     ) -> None:
         on_card = device.type == "cuda"
-        self.host = torch.zeros(words, dtype=torch.int64, pin_memory=on_card)
-        self.device = torch.zeros(words, dtype=torch.int64, device=device)
+        self._ends: dict[str, int] = {}  # in words
+        end = 0
+        for name, (shape, dtype) in fields.items():
+            end += -(-prod(shape) * dtype.itemsize // _WORD)
+            self._ends[name] = end
+        self._host = torch.zeros(end, dtype=torch.int64, pin_memory=on_card)
+        self._device = torch.zeros(end, dtype=torch.int64, device=device)
+        views = self._views(fields, self._host)
+        self.host: dict[str, NDArray[Any]] = {name: each.numpy() for name, each in views.items()}
+        self.device = self._views(fields, self._device)
         shape = (groups, sequences, max_blocks)
         rows = torch.zeros(shape, dtype=torch.int32, pin_memory=on_card)
         tables = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -41,16 +53,24 @@ class InputMemory:
         if self._moved is not None:
             self._moved.synchronize()
 
-    def move(self, words: int, sequences: int, input_ids: Tensor) -> None:
-        """Begin to move so many words and rows of block tables to the device.
+    def move(self, last: str, sequences: int = 0, input_ids: Tensor | None = None) -> None:
+        """Begin to move the fields up to ``last``, and so many rows of block tables.
 
-        ``input_ids`` are the first words where they are on the device already, as the step before
-        has drawn them.
+        ``input_ids``: the step's, which may be on the device already, as the step before has drawn
+        them.
         """
-        self.device[:words].copy_(self.host[:words], non_blocking=True)
-        if input_ids.device.type != "cpu":
-            self.device[: len(input_ids)] = input_ids
+        words = self._ends[last]
+        self._device[:words].copy_(self._host[:words], non_blocking=True)
+        if input_ids is not None and input_ids.device.type != "cpu":
+            self.device["input_ids"][: len(input_ids)] = input_ids
         for there, here in self._of_groups:
             there[:sequences].copy_(here[:sequences], non_blocking=True)
         if self._moved is not None:
-            self._moved.record(_cuda.current_stream(self.device.device))
+            self._moved.record(_cuda.current_stream(self._device.device))
+
+    def _views(self, fields: Fields, words: Tensor) -> dict[str, Tensor]:
+        found, start = {}, 0
+        for name, (shape, dtype) in fields.items():
+            elements = words[start : self._ends[name]].view(dtype)
+            found[name], start = elements[: prod(shape)].view(shape), self._ends[name]
+        return found

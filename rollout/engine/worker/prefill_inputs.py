@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.worker.captured_parts import CapturedParts
 from rollout.engine.worker.input_memory import InputMemory
 from rollout.kernels.paged_attention import has_few_queries
 from rollout.models.forward import ForwardBatch
@@ -65,23 +65,30 @@ class PrefillInputs:
         max_blocks: int,
         device: torch.device,
         groups: int = 1,
+        parts: CapturedParts | None = None,
     ) -> None:
         self.tokens, self.sequences, self.max_blocks = tokens, sequences, max_blocks
         self._groups = (groups,) if groups > 1 else ()
-        self._words = [tokens, tokens, groups * tokens, _ROWS * tokens, sequences + 1]
-        self._memory = InputMemory(sum(self._words), sequences, max_blocks, device, groups)
+        self._parts = parts or CapturedParts()
+        fields = {
+            "input_ids": ((tokens,), torch.int64),
+            "positions": ((tokens,), torch.int64),
+            "slot_mapping": ((*self._groups, tokens), torch.int64),
+            "logit_rows": ((_ROWS * tokens,), torch.int64),
+            "query_starts": ((sequences + 1,), torch.int32),
+            "context_lens": ((sequences,), torch.int32),
+            **self._parts.fields(tokens, sequences),
+        }
+        self._last = list(fields)[-1]
+        self._memory = InputMemory(fields, sequences, max_blocks, device, groups)
         self._every = torch.arange(tokens, device=device)
-        host = self._memory.host
-        self._columns: list[NDArray[Any]] = [each.numpy() for each in self._views(host)]
-        self._columns[2][...] = -1
-        self._memory.device.copy_(host)
+        self._memory.host["slot_mapping"][...] = -1
+        self._memory.move(self._last)
 
     def shape_of(self, batch: ForwardBatch) -> tuple[int, bool] | None:
         """Tokens of a batch (CPU), and whether it has few a sequence; None: it does not fit."""
-        told = (batch.visual, batch.state_slots, batch.adapter_rows, batch.forced_experts)
         *groups, count, width = batch.block_tables.shape
-        plain = batch.positions.dim() == 1 and all(one is None for one in told)
-        if not plain or tuple(groups) != self._groups:
+        if not self._parts.hold(batch) or tuple(groups) != self._groups:
             return None
         tokens = len(batch.input_ids)
         if tokens > self.tokens or count > self.sequences or width > self.max_blocks:
@@ -97,38 +104,34 @@ class PrefillInputs:
         self._memory.await_move()
         *_, count, width = batch.block_tables.shape
         tokens, wanted = len(batch.input_ids), len(batch.logit_rows)
-        ids, positions, slots, rows, starts, lengths = self._columns
+        host = self._memory.host
         here = batch.input_ids.device.type == "cpu"
-        ids[:tokens] = batch.input_ids.numpy() if here else 0
-        positions[:tokens] = batch.positions.numpy()
-        slots[..., :tokens] = batch.slot_mapping.numpy()
-        rows[:wanted] = batch.logit_rows.numpy()
-        starts[: count + 1] = batch.query_starts.numpy()
-        lengths[:count] = batch.context_lens.numpy()
-        ids[tokens : shape.tokens] = positions[tokens : shape.tokens] = 0
-        slots[..., tokens : shape.tokens] = -1
-        starts[count + 1 : shape.sequences + 1] = tokens
-        lengths[count : shape.sequences] = 0
+        host["input_ids"][:tokens] = batch.input_ids.numpy() if here else 0
+        host["positions"][:tokens] = batch.positions.numpy()
+        host["slot_mapping"][..., :tokens] = batch.slot_mapping.numpy()
+        host["logit_rows"][:wanted] = batch.logit_rows.numpy()
+        host["query_starts"][: count + 1] = batch.query_starts.numpy()
+        host["context_lens"][:count] = batch.context_lens.numpy()
+        padding = slice(tokens, shape.tokens)
+        host["input_ids"][padding] = host["positions"][padding] = 0
+        host["slot_mapping"][..., padding] = -1
+        host["query_starts"][count + 1 : shape.sequences + 1] = tokens
+        host["context_lens"][count : shape.sequences] = 0
+        self._parts.fill(host, batch, *shape)
         self._memory.block_rows[..., :count, :width] = batch.block_tables.numpy()
-        self._memory.move(sum(self._words), count, batch.input_ids)
-        return self._views(self._memory.device)[3][:wanted]
+        self._memory.move(self._last, count, batch.input_ids)
+        return self._memory.device["logit_rows"][:wanted]
 
     def batch(self, shape: PrefillShape) -> ForwardBatch:
         """The inputs of that shape, on the device; ``logit_rows`` are all of its tokens."""
-        ids, positions, slots, _, starts, lengths = self._views(self._memory.device)
-        return ForwardBatch(
-            input_ids=ids[: shape.tokens],
-            positions=positions[: shape.tokens],
-            slot_mapping=slots[..., : shape.tokens],
-            query_starts=starts[: shape.sequences + 1],
-            context_lens=lengths[: shape.sequences],
+        there = self._memory.device
+        batch = ForwardBatch(
+            input_ids=there["input_ids"][: shape.tokens],
+            positions=there["positions"][: shape.tokens],
+            slot_mapping=there["slot_mapping"][..., : shape.tokens],
+            query_starts=there["query_starts"][: shape.sequences + 1],
+            context_lens=there["context_lens"][: shape.sequences],
             block_tables=self._memory.tables[..., : shape.sequences, :],
             logit_rows=self._every[: shape.tokens],
         )
-
-    def _views(self, words: Tensor) -> list[Tensor]:
-        """ids, positions, slots and rows of logits, int64; starts and lengths, int32."""
-        ids, positions, slots, rows, narrow = torch.split(words, self._words)
-        counts = [self.sequences + 1, self.sequences]
-        short = torch.split(narrow.view(torch.int32)[: sum(counts)], counts)
-        return [ids, positions, slots.view(*self._groups, self.tokens), rows, *short]
+        return self._parts.join(batch, there)

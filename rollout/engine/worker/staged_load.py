@@ -52,6 +52,7 @@ class StagedLoad:
         for name, spec in request.adapters.items():
             if adapters is None:
                 raise ConfigError("this rank holds no adapters: start it with max_adapters=")
+            adapters.await_steps()
             self._adapters[adapter_component(name)] = adapters.view(places[name], spec)
         self._loads = {part: model.begin_load() for part, model in self._adapters.items()}
         self._model = self._open() if request.models else None

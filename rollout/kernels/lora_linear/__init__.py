@@ -8,6 +8,7 @@ from torch import Tensor
 from rollout.kernels.op import op
 
 TILE = 16  # the most rows of a tile
+MOST_RANK = 128  # of the GPU's kernel, a program of which holds all of it in shared memory
 
 
 @op

@@ -10,11 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels.gpu_launch import FLOATS, launch, multiply, narrow, power_of_2
-from rollout.kernels.lora_linear import TILE, lora_work
+from rollout.kernels.lora_linear import MOST_RANK, TILE, lora_work
 from rollout.kernels.lora_linear import lora_linear as op
 
 _BLOCK_K, _BLOCK_N = 128, 128
-_MOST_RANK = 128  # a program holds all of it; above, shared memory does not
 
 
 def lora_linear(
@@ -28,7 +27,7 @@ def lora_linear(
     tiles: Tensor,
 ) -> None:
     parts, rank, inputs = a.shape[1:]
-    if y.dtype not in FLOATS or not y.dtype == x.dtype == a.dtype == b.dtype or rank > _MOST_RANK:
+    if y.dtype not in FLOATS or not y.dtype == x.dtype == a.dtype == b.dtype or rank > MOST_RANK:
         op.reference(y, x, a, b, scales, bounds, rows, tiles)
         return
     assert y.stride(1) == x.stride(1) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,9 @@ class InstanceAdapters:
     needs a gain, which all of them run in lockstep.
 
     ``head``: the rows of the head's products, where adapters may change the vocabulary's layers.
-    ``dora``: of slots with DoRA, which load it is, and of what. ``attach``: as ``AdapterSlots``.
+    ``dora``: of slots with DoRA, which load it is, and of what. ``more``: the slots with anything
+    that is not in two factors. ``attach``: as ``AdapterSlots``. ``captured``: how many slots there
+    are, if a graph can hold steps with adapters, of which none has ``more``; else 0.
     """
 
     def __init__(
@@ -37,8 +39,11 @@ class InstanceAdapters:
         head: ActiveRows | None,
         linears: Mapping[str, LinearAdapters],
         dora: Mapping[int, tuple[int, AdapterSpec]],
+        more: Set[int],
         attach: Callable[[Model], None],
+        captured: int,
     ) -> None:
+        self.captured, self._more = captured, more
         self._active, self._head, self.attach = active, head, attach
         self._slots_of_logits: Tensor | None = None
         self._linears, self._dora = linears, dora
@@ -62,7 +67,9 @@ class InstanceAdapters:
         active = self._active
         active.begin(batch.adapter_rows, batch.adapter_tiles)
         self._slots_of_logits = None
-        if active.rows is None or active.tiles is None or not (self._dora or self._head):
+        if active.rows is None or active.tiles is None or active.plain:
+            return
+        if not (self._dora or self._head):
             return
         slots = active.slot_of_rows(active.tiles)
         for slot in dict.fromkeys(active.tiles[:, 0].tolist()):
@@ -90,6 +97,23 @@ class InstanceAdapters:
             head.begin(rows.to(torch.int32), tiles)
             head.slot_of = slots[rows]
             self._note_normed(head)
+
+    def are_plain(self, batch: ForwardBatch) -> bool:
+        """Whether no row of ``batch`` (CPU) has an adapter with more than two factors."""
+        tiles = batch.adapter_tiles
+        return tiles is None or not self._more or self._more.isdisjoint(tiles[:, 0].tolist())
+
+    @contextmanager
+    def captured_steps(self) -> Iterator[None]:
+        """Steps within it are captured: nothing may be read from the device, or depend on what
+        slots hold now.
+        """
+        self._active.plain = True
+        try:
+            yield
+        finally:
+            self._active.plain = False
+            self._active.begin(None, None)
 
     @contextmanager
     def idle(self) -> Iterator[None]:

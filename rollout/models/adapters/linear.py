@@ -18,7 +18,8 @@ from rollout.weights import WeightSlot
 class ActiveRows:
     """The rows of the step at hand that have adapters; None: no row has one.
 
-    ``normed``: those of DoRA, and the slot of each.
+    ``normed``: those of DoRA, and the slot of each. ``plain``: none has more than two factors, as
+    in captured steps.
     """
 
     rows: Tensor | None = None
@@ -26,6 +27,7 @@ class ActiveRows:
     slot_of: Tensor | None = None
     normed: tuple[Tensor, Tensor] | None = None
     tokens: Tensor | None = None  # see ``of_tokens``
+    plain: bool = False
 
     def begin(self, rows: Tensor | None, tiles: Tensor | None) -> None:
         """Other rows, of which nothing has been derived."""
@@ -102,7 +104,7 @@ class LinearAdapters:
             lora_linear(
                 y, x, self.a, self.b, self.scales, self.bounds, active.rows, active.tiles
             )  # fmt: skip
-            if self.biased and self.adds_bias:
+            if self.biased and self.adds_bias and not active.plain:
                 self._add_biases(y, active.rows.long(), active.slot_of_rows(active.tiles))
         return y
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError
+from rollout.kernels.lora_linear import MOST_RANK
 from rollout.models.adapters.experts import (
     BesideExperts,
     ParameterAdapters,
@@ -69,6 +70,7 @@ class AdapterSlots:
         self.count, self.rank = count, rank
         self.active = ActiveRows()
         self.dora: dict[int, tuple[int, AdapterSpec]] = {}  # slots with DoRA: which load, and its
+        self.more = set[int]()  # slots with DoRA or biases
         self._loads = itertools.count()
         self._views: dict[int, AdapterModel] = {}  # the last of each slot
         self._build = model.build
@@ -146,7 +148,16 @@ class AdapterSlots:
     def attach(self, model: Model) -> None:
         """Have an instance's linears add what the slots hold, in steps that begin here."""
         policy: Any = model.policy
-        own = InstanceAdapters(self.active, self._head, self.linears, self.dora, self.attach)
+        plain = self._head is None and not self.experts and self.rank <= MOST_RANK
+        own = InstanceAdapters(
+            self.active,
+            self._head,
+            self.linears,
+            self.dora,
+            self.more,
+            self.attach,
+            captured=self.count if plain else 0,
+        )
         policy.adapters = own
         for name, layer in _linears(model):
             layer.adapters = BesideLinear(name, self.linears[name], own)
@@ -157,6 +168,14 @@ class AdapterSlots:
             policy.model.embedding.lookup_adapters = BesideLinear(name, self.linears[name], own)
             if _HEAD in self.linears:
                 policy.head.adapters = BesideLinear(_HEAD, self.linears[_HEAD], own)
+
+    def await_steps(self) -> None:
+        """What is enqueued on the calling thread's stream of a GPU runs once steps that have been
+        enqueued until now read no slot.
+        """
+        device, cuda = self._build.device, torch.cuda
+        if device.type == "cuda":
+            cuda.current_stream(device).wait_stream(cuda.default_stream(device))
 
     def view(self, slot: int, spec: AdapterSpec) -> AdapterModel:
         """One slot as a model of ``spec``, to be loaded, read and digested.
@@ -190,12 +209,14 @@ class AdapterSlots:
     def _counts(self, slot: int, spec: AdapterSpec | None) -> None:
         """What a slot holds counts from now on; None: nothing does."""
         modules = {} if spec is None else spec.modules
+        kinds = {module.kind for module in modules.values()}
         self.dora.pop(slot, None)
-        if spec is not None and any(module.kind in NORMED for module in modules.values()):
+        if spec is not None and not kinds.isdisjoint(NORMED):
             self.dora[slot] = next(self._loads), spec
+        (self.more.discard if kinds.isdisjoint((*NORMED, BIASED)) else self.more.add)(slot)
         for each in self.linears.values():
-            kinds = {modules[m].kind for m in each.modules if m in modules}
-            own = {slot} if BIASED in kinds else set[int]()
+            of = {modules[m].kind for m in each.modules if m in modules}
+            own = {slot} if BIASED in of else set[int]()
             each.biased = (each.biased - {slot}) | own  # a step may be reading the other one
 
     def _check(self, spec: AdapterSpec) -> None:

@@ -276,6 +276,10 @@ def current_stream(*_: Any) -> Stream:
     return getattr(_state, "stream", _default)
 
 
+def default_stream(*_: Any) -> Stream:
+    return _default
+
+
 def set_stream(stream: Stream) -> None:
     _state.stream = stream
 
