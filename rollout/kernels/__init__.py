@@ -9,6 +9,7 @@ from rollout.kernels.batch_invariant_linear import (
 from rollout.kernels.causal_conv import causal_conv
 from rollout.kernels.copy_into_box import copy_into_box
 from rollout.kernels.copy_regions import copy_regions
+from rollout.kernels.copy_slots import copy_slots
 from rollout.kernels.dequantize import dequantize
 from rollout.kernels.diff_update import diff_update
 from rollout.kernels.digest import digest
@@ -45,6 +46,7 @@ __all__ = [
     "causal_conv",
     "copy_into_box",
     "copy_regions",
+    "copy_slots",
     "decode_gaps",
     "dequantize",
     "diff_update",

@@ -589,6 +589,13 @@ def _exchanges() -> Iterator[Case]:
             return _randn(*shape).to(t), _randn(*shape, seed=1).to(t)
 
         yield Case("swap_tensors", f"{shape}", make, writes=(0, 1))
+    for shape in ((3, 6, 5), (1, 6, 2, 16), (2, 6), (0, 6, 3)):
+
+        def copied(t: torch.dtype, shape: tuple[int, ...] = shape) -> tuple[Any, ...]:
+            pairs = torch.tensor([[4, 1], [0, 5], [4, 2]])
+            return _randn(*shape).to(t), pairs
+
+        yield Case("copy_slots", f"{shape}", copied, writes=(0,))
 
 
 def _draws() -> Iterator[Case]:

@@ -63,6 +63,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "add_rms_norm", lambda: kernel("add_rms_norm")(x, x, weight, 1e-5, 1.0)
     yield "silu_mul", lambda: kernel("silu_mul")(x)
     yield "swap_tensors", lambda: kernel("swap_tensors")(x, x.clone())
+    pairs = torch.zeros(3, 2, dtype=torch.int64)
+    yield "copy_slots", lambda: kernel("copy_slots")(x[None, :2], pairs)
     box = Box((0, 0), (3, 4096))
     yield "digest", lambda: kernel("digest")(x, (3, 4096), box)
     yield "digest", lambda: kernel("digest")(x, (3, 4096), box, [0])

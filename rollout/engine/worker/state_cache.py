@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.engine.memory import to_device
 from rollout.errors import ConfigError
+from rollout.kernels import copy_slots
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import LayerKV
 
@@ -48,18 +49,16 @@ class StateCache:
         self.shape, self.device = shape, device
         self.num_slots = 0
         self.layers: dict[int, LayerKV] = {}
+        self._whole: tuple[Tensor, ...] = ()  # of all layers, [layers, slots, ...]
 
     def allocate(self, num_slots: int) -> None:
         """Take ``num_slots`` slots in place of any there were."""
         shape = self.shape
         self.free()
         try:
-            for layer in shape.layers:
-                inputs = torch.empty(
-                    (num_slots, *shape.inputs), dtype=shape.dtype, device=self.device
-                )
-                state = torch.empty((num_slots, *shape.state), device=self.device)
-                self.layers[layer] = LayerKV(inputs, state)
+            size = len(shape.layers), num_slots
+            inputs = torch.empty((*size, *shape.inputs), dtype=shape.dtype, device=self.device)
+            self._whole = inputs, torch.empty((*size, *shape.state), device=self.device)
         except RuntimeError as error:
             self.free()
             need = num_slots * shape.slot_bytes
@@ -67,18 +66,19 @@ class StateCache:
                 f"no memory for the states of {num_slots} sequences ({need / 2**20:.0f} MiB); set "
                 f"a smaller state_cache_bytes or max_num_seqs ({error})"
             ) from error
+        parts = zip(shape.layers, *self._whole, strict=True)
+        self.layers = {layer: LayerKV(inputs, state) for layer, inputs, state in parts}
         self.num_slots = num_slots
 
     def free(self) -> None:
         """Drop the slots; ``num_slots`` remembers how many to take again."""
-        self.layers = {}
+        self.layers, self._whole = {}, ()
 
     def copy(self, pairs: Tensor | None) -> None:
         """Each of the ``pairs`` [n, 2] of slots (from, to): none is in both columns, and none is
         copied to twice."""
         if pairs is None or not len(pairs):
             return
-        source, target = to_device(pairs, self.device).long().unbind(1)
-        for layer in self.layers.values():
-            for states in (layer.k, layer.v):
-                states[target] = states[source]
+        there = to_device(pairs, self.device).long()
+        for states in self._whole:
+            copy_slots(states, there)
