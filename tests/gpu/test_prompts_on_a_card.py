@@ -151,22 +151,26 @@ def test_a_head_that_foresees_the_policy_is_always_right(tmp_path: Path, arch: s
 
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 STATES: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**HYBRID, "mlp_only_layers": []},
+    "qwen3_next": {**HYBRID, "mlp_only_layers": [0, 1]},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention"]},
 }
 
 
 @pytest.mark.parametrize("arch", STATES)
 def test_states_go_on_in_captured_steps(tmp_path: Path, passes: list[int], arch: str) -> None:
-    """Beside padding, which has none, behind a prefix that is found, and after an update."""
+    """As on a CPU: beside padding, which has none, behind a prefix that is found, and after an
+    update.
+    """
     write_tiny(tmp_path, arch, vocab_size=96, **STATES[arch])
-    with card_engine(tmp_path, **CAPTURED, cuda_graphs="off") as plain:
-        wanted = _with_prompts(plain)
-    with card_engine(tmp_path, **CAPTURED) as engine:
+    with card_engine(tmp_path, **CAPTURED, device="cpu") as host:
+        wanted = _with_prompts(host)
+    staging = "auto" if arch == "qwen3_next" else "none"
+    with card_engine(tmp_path, **CAPTURED, staging=staging) as engine:
         passes.clear()
-        _assert_alike(_with_prompts(engine), wanted, 1e-4)
-        engine.update_weights(str(tmp_path))
-        _assert_alike(engine.generate(LONG, GREEDY), wanted[3:4], 1e-4)
+        _assert_alike(_with_prompts(engine), wanted, 1e-3)
+        if staging == "auto":
+            engine.update_weights(str(tmp_path))
+            _assert_alike(engine.generate(LONG, GREEDY), wanted[3:4], 1e-3)
     assert not passes
 
 
