@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafted import ENGINE as _ENGINE
+from drafted import answers, logprobs, rates
 from tiny_models import write_tiny
 
-from rollout import EngineConfig, RequestOutput, Rollout, SamplingParams
+from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.engine.scheduling.block_manager import BlockManager
 from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.server.preflight import Preflight, check
 
-ENGINE: dict[str, Any] = {
-    "device": "cpu", "num_threads": 1, "num_kv_blocks": 200, "block_size": 8, "max_model_len": 128,
-    "skip_tokenizer_init": True, "enable_prefix_caching": False,
-}  # fmt: skip
+ENGINE = _ENGINE | {"enable_prefix_caching": False}
 HEAD = [7, 3, 11, 200, 5, 9, 42, 17] * 3
 PROMPTS = [HEAD, [*HEAD[:19], 3, 4], [90, 91] * 4]
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -54,20 +53,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def drafted_by(draft: Path, most: int = 4, **settings: Any) -> dict[str, Any]:
     drafts = {"components": {"draft": str(draft)}, "draft_component": "draft"}
     return {**ENGINE, **drafts, "num_speculative_tokens": most, **settings}
-
-
-def answers(outputs: list[RequestOutput]) -> list[tuple[list[int], str | None]]:
-    return [(one.token_ids, one.finish_reason) for out in outputs for one in out.outputs]
-
-
-def logprobs(outputs: list[RequestOutput]) -> np.ndarray[Any, Any]:
-    return np.array([x for out in outputs for one in out.outputs for x in one.logprobs.raw])
-
-
-def rates(engine: Rollout) -> tuple[int, int]:
-    """Drafted tokens that were right, and all of them."""
-    now = engine.metrics()
-    return now.spec_accepted_tokens_total, now.spec_draft_tokens_total
 
 
 class Wanted:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from drafted import ENGINE as _ENGINE
+from drafted import answers, logprobs
 from tiny_models import write_tiny
 
 from rollout import RequestOutput, Rollout, SamplingParams
@@ -17,22 +18,11 @@ from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError
 from rollout.generation import VersionSpan
 
-ENGINE: dict[str, Any] = {
-    "device": "cpu", "num_threads": 1, "num_kv_blocks": 200, "block_size": 8, "max_model_len": 128,
-    "skip_tokenizer_init": True, "enable_prefix_caching": False,
-}  # fmt: skip
+ENGINE = _ENGINE | {"enable_prefix_caching": False}
 DRAFTS = {"num_speculative_tokens": 5, "speculative_history_tokens": 10_000}
 HEAD = [7, 3, 11, 200, 5, 9, 42, 17] * 3
 PROMPTS = [HEAD, [*HEAD[:19], 3, 4], [90, 91] * 4]
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.7, seed=3, n=2, logprobs=2, ignore_eos=True)
-
-
-def answers(outputs: list[RequestOutput]) -> list[tuple[list[int], str | None]]:
-    return [(one.token_ids, one.finish_reason) for out in outputs for one in out.outputs]
-
-
-def logprobs(outputs: list[RequestOutput]) -> np.ndarray[Any, Any]:
-    return np.array([x for out in outputs for one in out.outputs for x in one.logprobs.raw])
 
 
 def twice(engine: Rollout, params: SamplingParams) -> list[RequestOutput]:
