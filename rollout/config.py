@@ -350,7 +350,7 @@ class EngineConfig:
     num_speculative_tokens: int = _setting(
         0,
         "tokens that a step may draft for each sequence and verify at once, by prompt lookup "
-        "(n-grams), a draft model or a prediction head; tokens and logprobs are those that come "
+        "(n-grams), a draft model or a head; tokens and logprobs are those that come "
         "without; 0: none (docs/speculative_decoding.md)",
         least=0,
         most=64,
@@ -358,7 +358,8 @@ class EngineConfig:
     draft_component: str | None = _setting(
         None,
         "name of the component that drafts these tokens: a smaller whole model with the same "
-        "tokenizer; or mtp, the head that the model's release comes with (default: prompt lookup)",
+        "tokenizer, or an EAGLE-3 head of the model; or mtp, the head that the model's release "
+        "comes with (default: prompt lookup)",
     )
     prompt_lookup_min: int = _setting(
         2, "fewest last tokens of a sequence that are looked up for a draft", least=1

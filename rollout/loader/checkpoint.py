@@ -58,6 +58,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Names, dtypes and shapes, in stream order; reads headers only."""
         return tuple(self._files.metadata().values())
 
+    def read(self, name: str) -> Tensor:
+        """All of one tensor, in memory of its own."""
+        meta = self._files.metadata()[name]
+        return self._reader(meta)(Box.full(meta.shape)).clone()
+
     def items(self) -> Iterator[tuple[str, LazyTensor]]:
         """Every tensor once; nothing is read before a ``LazyTensor`` is asked for a box.
 

@@ -261,7 +261,7 @@ class Arch:
     ``gated``: ``q_proj`` has a gate behind each head, whose sigmoid multiplies what it attends to.
 
     ``next_layers``: the field that counts layers which predict further tokens: a checkpoint has
-    them behind the others, and a ``PredictionHead`` alone takes the first. ``prefixes``: what names
+    them behind the others, and an ``MTPHead`` alone takes the first. ``prefixes``: what names
     of files and trainers may begin with (``weights.names.placed``). ``texts``: it is the text model
     within a multimodal one, what the ``model_type`` of its ``text_config`` says. ``vision``:
     images, too.

@@ -128,12 +128,11 @@ class CausalLM(Model):
         else:
             by_layer = [cos_sins[i] for i in self.rotary_of]
             x, residual = self.model(x, by_layer, self._of_layers(batch, kv), kv)
-        rows, pages = batch.logit_rows, batch.hidden_pages
-        if pages is None:
+        rows, kept = batch.logit_rows, batch.hidden_pages
+        if kept is None or kept.layers:
             return self.model.last_norm.add(x[rows], residual[rows])[0]
         x, _ = self.model.last_norm.add(x, residual)
-        slots = batch.slot_mapping
-        pages[slots if slots.dim() == 1 else slots[-1]] = x
+        kept.keep(batch, x)
         return x[rows]
 
     def embedded(self, ids: Tensor) -> Tensor:

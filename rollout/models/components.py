@@ -50,6 +50,14 @@ class ComponentModels(Model):
     def sparse_layers(self) -> tuple[bool, ...]:  # type: ignore[override]
         return self.policy.sparse_layers
 
+    @property
+    def constants(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        return {
+            qualified(component, name): value
+            for component, model in self._models.items()
+            for name, value in model.constants.items()
+        }
+
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         logits: Tensor = self.policy(batch, kv)
         return logits

@@ -28,6 +28,33 @@ class ChosenTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenPages:
+    """Where hidden states of tokens are kept, by their slots, for a prediction head.
+
+    ``layers``: of each token those that these layers read, side by side, before any norm (one more
+    than the last layer: what that one makes); none: the one behind the last norm.
+    """
+
+    pages: Tensor  # [slots + 1, states x hidden size]
+    layers: tuple[int, ...] = ()
+
+    def keep(self, batch: ForwardBatch, states: Tensor, place: int = 0) -> None:
+        """``states`` [tokens, hidden size], as the one of number ``place`` of each token."""
+        first = place * states.shape[1]
+        self.pages[:, first : first + states.shape[1]][batch.token_slots] = states
+
+    def keep_before(
+        self, layer: int, batch: ForwardBatch, x: Tensor, residual: Tensor | None
+    ) -> None:
+        """What ``layer`` reads, if that is wanted: x and the sum that travels beside it."""
+        if layer in self.layers:
+            states = x if residual is None else x + residual
+            for place, wanted in enumerate(self.layers):
+                if wanted == layer:
+                    self.keep(batch, states, place)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Tokens of several sequences, concatenated; prefill chunks and decodes are not told apart.
 
@@ -38,7 +65,7 @@ class ForwardBatch:
     each group's; what a block table lists before the first position in reach means nothing.
     Of a mixture: ``forced_experts`` says what tokens are routed to (-1: as the router chooses), and
     what they were routed to is written to ``expert_pages`` by their slots; slot -1 is the last row.
-    So are hidden states, after the last norm, where a prediction head reads them.
+    So are hidden states, where a prediction head reads them.
     """
 
     input_ids: Tensor  # [tokens] int64
@@ -51,12 +78,18 @@ class ForwardBatch:
     visual: VisualRows | None = None
     forced_experts: Tensor | None = None  # [tokens, sparse layers, experts of a token] int16
     expert_pages: Tensor | None = None  # [slots + 1, sparse layers, experts of a token]
-    hidden_pages: Tensor | None = None  # [slots + 1, hidden size]
+    hidden_pages: HiddenPages | None = None
     state_slots: Tensor | None = None  # [sequences] int32: of recurrent states, where there are any
     adapter_rows: Tensor | None = None  # int32: the tokens that have adapters, where there are any
     adapter_tiles: Tensor | None = None  # [tiles, 3] int32: (slot, start, stop) of adapter_rows
     chosen: ChosenTokens | None = None  # of sparse attention
     lasting_slots: Tensor | None = None  # [tokens] int64, of whole tokens, if not ``slot_mapping``
+
+    @property
+    def token_slots(self) -> Tensor:
+        """[tokens] int64: of what is kept of whole tokens."""
+        slots = self.slot_mapping if self.lasting_slots is None else self.lasting_slots
+        return slots if slots.dim() == 1 else slots[-1]
 
     def of_group(self, group: int) -> ForwardBatch:
         """As the layers of one of several groups see it; the last keeps every position."""
@@ -93,8 +126,7 @@ class RoutedExperts:
         """Those of all layers to their pages."""
         pages = batch.expert_pages
         if pages is not None:
-            slots = batch.slot_mapping if batch.lasting_slots is None else batch.lasting_slots
-            pages[slots] = torch.stack(self._chosen, 1).to(pages.dtype)
+            pages[batch.token_slots] = torch.stack(self._chosen, 1).to(pages.dtype)
 
 
 @dataclass(frozen=True, slots=True)

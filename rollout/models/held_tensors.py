@@ -24,7 +24,7 @@ class HeldTensors(Model):
 
     Those that are no floats (index maps between vocabularies) are constants and stay in the files:
     a source may send them, and they are passed over. ``prefixes``: of other tensors of the same
-    files, too (``weights.names.placed``).
+    files, too (``weights.names.placed``). ``constants``: as of ``Model``.
     """
 
     def __init__(
@@ -32,8 +32,10 @@ class HeldTensors(Model):
         build: Build,
         tensors: Sequence[TensorMeta],
         prefixes: Mapping[str, str] = MappingProxyType({}),
+        constants: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         super().__init__(build, 0)
+        self.constants = constants
         self._tensors, self._prefixes = tuple(tensors), dict(prefixes)
         held = [meta for meta in self._tensors if meta.dtype in CASTABLE]
         if not held:
@@ -60,4 +62,4 @@ class HeldTensors(Model):
         raise NotImplementedError("held weights are not run")
 
     def empty_like(self) -> Self:
-        return type(self)(self.build, self._tensors, self._prefixes)
+        return type(self)(self.build, self._tensors, self._prefixes, self.constants)

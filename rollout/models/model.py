@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -38,6 +39,7 @@ class Model(nn.Module):
     table: WeightTable
     gives_hidden_states = False
     captures_prompts = False  # whether a graph can hold ``hidden_states`` of a step with prompts
+    constants: Mapping[str, Tensor] = MappingProxyType({})  # of its files: saved, never updated
     sparse_layers: tuple[bool, ...] = ()  # for each layer whether it has experts that can be told
 
     def __init__(self, build: Build, max_len: int) -> None:

@@ -34,7 +34,7 @@ from rollout.models.build import build_model, build_tables, check_kv_codes, slot
 from rollout.models.config.model import ModelConfig
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
-from rollout.models.prediction_head import PredictionHead
+from rollout.models.prediction.head import PredictionHead
 from rollout.models.transformers_backend.ranks import OverRanks
 from rollout.models.weight_io.table import WeightTable, check_tables
 from rollout.weights import Box, TensorMeta
@@ -255,7 +255,7 @@ class _Beside:
         count = sum(prod(table.shape_of(name)) for name in table.slots)
         what = "tensors" if self.config is None else self.config.architecture
         if isinstance(self.models[0], PredictionHead):
-            what = "prediction head"
+            what = self.models[0].told
         use = "held" if self.longest is None else f"drafts for up to {self.longest} tokens"
         return f"{what}, {count / 1e6:.1f} M parameters, {use}"
 
@@ -265,15 +265,15 @@ def _pages(
 ) -> KVCache:
     """Without its memory."""
     ranks, block_size = config.tensor_parallel_size, config.block_size
-    draft, device, by_head = None, torch.device("meta"), False
+    draft, device, reads = None, torch.device("meta"), None
     if config.draft_component is not None:
         drafting = beside[config.draft_component].models[0]
-        by_head = isinstance(drafting, PredictionHead)
+        reads = drafting.reads if isinstance(drafting, PredictionHead) else None
         shape = KVShape.of_draft(drafting.config, ranks, block_size, dtype, config.kv_cache_dtype)
         draft = KVCache(shape, device)
     shape = KVShape.of(
         model, ranks, block_size, dtype, _sparse_layers(model), config.kv_cache_dtype,
-        keeps_hidden=by_head,
+        hidden_layers=reads,
     )  # fmt: skip
     return KVCache(shape, device, draft=draft)
 

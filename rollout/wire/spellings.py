@@ -194,8 +194,9 @@ _GRAMMARS = "leave it out: grammars are xgrammar's, of the extra structured"
 _ORDER = "leave it out: first come is first served"
 _DRAFTS = (
     "use {num_speculative_tokens} N: tokens are drafted by prompt lookup (method ngram, by "
-    "{prompt_lookup_min} to {prompt_lookup_max} tokens), by a smaller model, or by the prediction "
-    "head that the release comes with (method mtp): {draft_component}"
+    "{prompt_lookup_min} to {prompt_lookup_max} tokens), by a smaller model, by an EAGLE-3 head "
+    "(method eagle3), or by the prediction head that the release comes with (method mtp): "
+    "{draft_component}"
 )
 _CAPTURED = "use {cuda_graph_sizes}, the batch sizes to capture, or {cuda_graphs} off"
 _ROPE = (

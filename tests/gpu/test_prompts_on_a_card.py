@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from card_engines import GREEDY, PROMPTS, SPECIAL, card_engine, greedy_tokens
+from tiny_eagles import FORESEES, save_head, write_eagle, write_simple
+from tiny_eagles import foresee as foresee_eagle
 from tiny_heads import foresee, write_release
 from tiny_models import write_tiny
 
@@ -147,6 +149,25 @@ def test_a_head_that_foresees_the_policy_is_always_right(tmp_path: Path, arch: s
             assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total
             assert figures.spec_draft_tokens_total > updates
             engine.update_weights({"policy": str(tmp_path), "mtp": str(tmp_path)})
+
+
+def test_so_is_an_eagle_head(tmp_path: Path) -> None:
+    """Captured steps keep what it reads, too, which that one makes no use of."""
+    path = tmp_path / "head"
+    sizes = {"vocab_size": 96, "intermediate_size": 64}
+    policy = write_simple(tmp_path / "policy", num_layers=1, **sizes)
+    foresee_eagle(head := write_eagle(path, policy, [0, 1, 1], [*range(96)], settings=FORESEES))
+    save_head(path, head)
+    with card_engine(tmp_path / "policy", **CAPTURED) as engine:
+        wanted = engine.generate(PROMPTS[:2], GREEDY)
+    drafts = {"components": {"draft": str(path)}, "draft_component": "draft"}
+    with card_engine(tmp_path / "policy", **CAPTURED, **drafts, num_speculative_tokens=2) as engine:
+        for updates in range(2):
+            _assert_alike(engine.generate(PROMPTS[:2], GREEDY), wanted, 1e-4)
+            figures = engine.metrics()
+            assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total
+            assert figures.spec_draft_tokens_total > updates
+            engine.update_weights({"policy": str(tmp_path / "policy"), "draft": str(path)})
 
 
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}

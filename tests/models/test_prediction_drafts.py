@@ -9,38 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafted import ENGINE, answers, logprobs, rates
 from safetensors.torch import load_file, save_file
 from tiny_heads import foresee, write_release
 from tiny_models import write_tiny
 from torch import Tensor
 
-from rollout import EngineConfig, RequestOutput, Rollout, SamplingParams
+from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.engine.scheduling.block_manager import BlockManager
 from rollout.errors import ConfigError, WeightMismatch
-from rollout.models.prediction_head import PredictionHead
+from rollout.models.prediction.head import PredictionHead
 from rollout.server.preflight import Preflight, check
 
-ENGINE: dict[str, Any] = {
-    "device": "cpu", "num_threads": 1, "num_kv_blocks": 200, "block_size": 8, "max_model_len": 128,
-    "skip_tokenizer_init": True,
-}  # fmt: skip
 DRAFTS = {"draft_component": "mtp", "num_speculative_tokens": 3}
 PROMPTS = [[7, 3, 11, 200, 5, 9, 42, 17] * 3, [7, 3, 11, 200, 5, 9, 42, 17, 3, 4], [90, 91] * 4]
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-
-
-def answers(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [one.token_ids for out in outputs for one in out.outputs]
-
-
-def logprobs(outputs: list[RequestOutput]) -> np.ndarray[Any, Any]:
-    return np.array([x for out in outputs for one in out.outputs for x in one.logprobs.raw])
-
-
-def rates(engine: Rollout) -> tuple[int, int]:
-    now = engine.metrics()
-    return now.spec_accepted_tokens_total, now.spec_draft_tokens_total
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +95,7 @@ def test_it_reads_no_state_that_the_policy_has_not_made(
 
     few = ENGINE | DRAFTS | {"num_kv_blocks": 9, "max_model_len": 64}
     with Rollout(str(tiny[arch]), **few) as engine:
-        hidden = engine._async.backend.core._executor._worker._runner.kv.hidden
+        hidden = engine._async.backend.core._executor._worker._runner.kv.hidden.pages
 
         def allocated(self: BlockManager) -> int:
             block = allocate(self)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from head_passes import check_close, run_head
 from rank_threads import Session, prompts, run_ranks
 from safetensors.torch import load_file
 from tiny_heads import MTP, OracleHead, write_release
@@ -24,7 +25,8 @@ from rollout.models.causal_lm import CausalLM
 from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
 from rollout.models.held_tensors import HeldTensors
-from rollout.models.prediction_head import PredictionHead, head_fault
+from rollout.models.prediction.head import PredictionHead
+from rollout.models.prediction.mtp_head import MTPHead, head_fault
 from rollout.models.weight_io.table import check_tables
 from rollout.weights import TensorMeta
 
@@ -84,24 +86,7 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Release]:
 def run(
     release: Release, policy: CausalLM, head: PredictionHead, steps: tuple[list[int], ...]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """States and logits of each sequence, chunk by chunk."""
-    session = Session(head, release.following)
-    states: list[list[Tensor]] = [[] for _ in LENGTHS]
-    for counts in steps:
-        at = list(session.done)
-        batch = session.batch(counts)
-        before = [h[a : a + n] for h, a, n in zip(release.before, at, counts, strict=True)]
-        found = head.hidden_states(policy, batch, session.kv, torch.cat(before))
-        for each, part in zip(states, found.split(counts), strict=True):
-            each.append(part)
-    whole = [torch.cat(parts) for parts in states]
-    return whole, [head.logits(policy, each) for each in whole]
-
-
-def check_close(found: list[Tensor], wanted: Any) -> None:
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.shape == theirs.shape
-        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    return run_head(policy, head, release.following, release.before, steps)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,7 +226,7 @@ def test_layers_behind_the_first_are_passed_over(tmp_path: Path) -> None:
         both = (*first, *(TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in further.items()))
         own = {prefix: prefix for prefix in config.further_prefixes}
         policy = release.on(TensorParallel())[0]
-        head = PredictionHead(
+        head = MTPHead(
             replace(policy.build, config=config), 40, both, {**own, "model.": "", "lm_head.": ""}
         )
         head.load_weights({**release.weights, **further}.items())
@@ -258,7 +243,8 @@ def test_a_component_is_the_running_head_only_where_it_drafts(
     other = replace(policy.build, config=replace(release.config, hidden_size=32))
     with pytest.raises(ConfigError, match="hidden_size is 64, and the model's is 32"):
         release.held.build(other, 40)
-    lacking = replace(release.held, tensors=release.held.tensors[1:])
+    files = replace(release.held.head, tensors=release.held.tensors[1:])
+    lacking = replace(release.held, head=files)
     name = release.held.tensors[0].name
     with pytest.raises(ConfigError, match=rf"draft_component='mtp' .* cannot run without {name}"):
         lacking.longest("mtp", 40)

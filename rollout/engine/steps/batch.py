@@ -141,6 +141,7 @@ def decode_batch(
         ForwardBatch(
             **{name: tensors[name] for name in _FORWARD if name in tensors},
             visual=None,
+            hidden_pages=None,
             chosen=None,
         ),
         SamplingMetadata.from_tensors(tensors),

@@ -11,7 +11,7 @@ from rollout.engine.worker.state_cache import StateCache
 from rollout.errors import ConfigError, EngineClosed
 from rollout.models.config.model import ModelConfig
 from rollout.models.decoder.kv_groups import KVGroup, kv_groups
-from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.forward import ForwardBatch, HiddenPages, LayerKV
 
 # By ``kv_cache_dtype``; of "auto" keys and values have the model's.
 _CODES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
@@ -28,7 +28,7 @@ class KVShape:
     of an index of ``index_dim``, too.
     ``experts``: of a mixture, on the rank that answers, the layers that have experts and how many
     of them a token has: those are kept beside its keys and values. ``hidden``: elements of its
-    hidden state, where that is kept, too.
+    hidden states, where those are kept, too; ``hidden_layers`` as of ``HiddenPages``.
     """
 
     num_layers: int
@@ -45,6 +45,7 @@ class KVShape:
     experts: tuple[int, int] = (0, 0)
     expert_dtype: torch.dtype = torch.uint8
     hidden: int = 0
+    hidden_layers: tuple[int, ...] = ()
     groups: tuple[KVGroup, ...] = ()  # none: one, of all layers
 
     @classmethod
@@ -57,9 +58,12 @@ class KVShape:
         sparse_layers: int = 0,
         kv_cache_dtype: str = "auto",
         *,
-        keeps_hidden: bool = False,
+        hidden_layers: tuple[int, ...] | None = None,
     ) -> Self:
-        """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks."""
+        """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks.
+
+        ``hidden_layers``: as of ``HiddenPages``; None: no hidden state is kept.
+        """
         model.check_blocks(block_size)
         tensors, heads, elements = model.cached_heads(ranks)
         moe = model.moe if sparse_layers else None
@@ -72,7 +76,8 @@ class KVShape:
             codes=_CODES.get(kv_cache_dtype),
             experts=(0, 0) if moe is None else (sparse_layers, moe.experts_per_token),
             expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
-            hidden=model.hidden_size if keeps_hidden else 0,
+            hidden=0 if hidden_layers is None else max(1, len(hidden_layers)) * model.hidden_size,
+            hidden_layers=hidden_layers or (),
             groups=kv_groups(model),
         )  # fmt: skip
 
@@ -137,7 +142,7 @@ class KVCache:
         self.num_blocks = 0
         self._layers: list[LayerKV] = []
         self.experts: torch.Tensor | None = None  # [slots + 1, *shape.experts]
-        self.hidden: torch.Tensor | None = None  # [slots + 1, shape.hidden]
+        self.hidden: HiddenPages | None = None  # of [slots + 1, shape.hidden]
 
     @property
     def layers(self) -> list[LayerKV]:
@@ -181,7 +186,8 @@ class KVCache:
                 self._layers = [self._layers[of[layer]] for layer in sorted(of)]
             rows = num_blocks * shape.block_size + 1  # the last: of what has no place
             if shape.hidden:
-                self.hidden = torch.empty(rows, shape.hidden, dtype=shape.dtype, device=self.device)
+                pages = torch.empty(rows, shape.hidden, dtype=shape.dtype, device=self.device)
+                self.hidden = HiddenPages(pages, shape.hidden_layers)
             if shape.experts[0]:
                 self.experts = torch.zeros(
                     rows, *shape.experts, dtype=shape.expert_dtype, device=self.device

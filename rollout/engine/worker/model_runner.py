@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -24,7 +23,7 @@ from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.steps.batch import decode_batch, with_drawn
 from rollout.engine.steps.draft_batch import DraftBatch
-from rollout.engine.worker.draft_runner import DraftRunner
+from rollout.engine.worker.draft_runner import DraftParts, DraftRunner
 from rollout.engine.worker.graph_sets import GraphSets
 from rollout.engine.worker.head_runner import HeadRunner
 from rollout.engine.worker.held_component import HeldComponent
@@ -40,9 +39,9 @@ from rollout.models.build import build_model, check_kv_codes, slots_beside
 from rollout.models.causal_lm import CausalLM
 from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
-from rollout.models.forward import ForwardBatch, VisualRows
+from rollout.models.forward import ForwardBatch, HiddenPages, VisualRows
 from rollout.models.model import Model
-from rollout.models.prediction_head import PredictionHead
+from rollout.models.prediction.head import PredictionHead
 from rollout.models.vision_lm import VisionCausalLM
 from rollout.weights import LazyTensor, TensorMeta
 from rollout.weights.components import POLICY, component_of, own_name, qualified
@@ -121,7 +120,7 @@ class ModelRunner:
             self.dtype,
             kept,
             config.kv_cache_dtype,
-            keeps_hidden=isinstance(self._draft, HeadRunner),
+            hidden_layers=None if self._draft is None else self._draft.reads,
         )
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         pages = None if self._draft is None else self._draft.kv
@@ -234,26 +233,28 @@ class ModelRunner:
         most = min(config.max_drafting(self.device.type), config.max_num_seqs)
         prompts = min(config.cuda_graph_prefill, most * (config.num_speculative_tokens + 1))
         few = replace(config, max_num_seqs=most, cuda_graph_sizes=(), cuda_graph_prefill=prompts)
-        kind: Callable[..., DraftRunner] = DraftRunner
-        if isinstance(part(live), PredictionHead):
+        head = part(live)
+        if isinstance(head, PredictionHead):
             if not isinstance(live.policy, CausalLM):
                 raise ConfigError(
                     f"draft_component={name!r}: a prediction head reads hidden states, which a "
                     "model class from elsewhere does not give; leave it out"
                 )
             few = replace(few, cuda_graphs="off")
-            kind = partial(HeadRunner, hidden=self._hidden_pages)
-        return kind(
-            part,
-            KVCache(shape, self.device),
-            GraphSets(few, live, self.device, draws, part),
-            self.model_config.vocab_size,
+        own = DraftParts(
+            part=part,
+            kv=KVCache(shape, self.device),
+            graphs=GraphSets(few, live, self.device, draws, part),
+            vocabulary=self.model_config.vocab_size,
             is_first=self.tp.rank == 0,
             to_device=self._moved,
             shared=self._of_rank_0,
         )
+        if isinstance(head, PredictionHead):
+            return HeadRunner(own, head.reads, self._hidden_pages)
+        return DraftRunner(own)
 
-    def _hidden_pages(self) -> Tensor:
+    def _hidden_pages(self) -> HiddenPages:
         assert self.kv.hidden is not None
         return self.kv.hidden
 

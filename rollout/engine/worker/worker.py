@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from rollout.models.weight_io.raw_load import raw_name
 from rollout.weight_sync.protocol.digests import slot_rows
 from rollout.weight_sync.protocol.messages import UpdateRequest
 from rollout.weight_sync.transports.cuda_memory import gpu_uuid, reached_gpus
-from rollout.weights import WeightSlot
+from rollout.weights import Box, WeightSlot
 from rollout.weights.components import POLICY, component_of, own_name
 from rollout.wire.codec import from_plain, to_plain
 from rollout.wire.frames import Reply, dtype_name
@@ -293,8 +294,14 @@ class Worker:
                 (replace(slot, source=own_name(slot.source)), live.read_slot(slot))
                 for slot in found
             )
+            constants = [
+                (_whole(own_name(name), value), value)
+                for name, value in live.constants.items()
+                if component_of(name) == component and self.tp.rank == 0
+            ]
             into = into if component == POLICY else into / component
-            nbytes += save_shard(into, self.tp.rank, self.tp.size, values, save=args["save"])
+            every = chain(values, constants)
+            nbytes += save_shard(into, self.tp.rank, self.tp.size, every, save=args["save"])
         return {"version": self.version, "num_bytes": nbytes}
 
     def collective_rpc(self, args: Args) -> dict[str, Any]:
@@ -389,3 +396,9 @@ def _own_device(device: torch.device, rank: int) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", rank % torch.cuda.device_count())
     return device
+
+
+def _whole(name: str, value: Tensor) -> WeightSlot:
+    """Of a tensor that no parameter takes."""
+    box = Box.full(tuple(value.shape))
+    return WeightSlot(name, box.shape, box, "", box)

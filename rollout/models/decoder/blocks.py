@@ -245,16 +245,21 @@ class Decoder(nn.Module):
 
         ``cos_sins``, ``batches``, ``kv``: each layer's.
         """
-        experts = RoutedExperts.of(batches[0])
+        first = batches[0]
+        experts, kept, visual = RoutedExperts.of(first), first.hidden_pages, first.visual
         told = () if experts is None else (experts,)
         residual: Tensor | None = None
-        visual = batches[0].visual
         levels = [] if visual is None else list(visual.features[:, 1:].unbind(1))
-        for block, cos_sin, batch, pages in zip(self.layers, cos_sins, batches, kv, strict=True):
+        each = zip(self.layers, cos_sins, batches, kv, strict=True)
+        for index, (block, cos_sin, batch, pages) in enumerate(each):
+            if kept is not None:
+                kept.keep_before(index, first, x, residual)
             x, residual = block(x, residual, cos_sin, batch, pages, *told)
             if levels and visual is not None:
                 x = x.index_add(0, visual.rows, levels.pop(0))
         assert residual is not None
+        if kept is not None:
+            kept.keep_before(len(self.layers), first, x, residual)
         if experts is not None:
-            experts.write(batches[0])
+            experts.write(first)
         return x, residual

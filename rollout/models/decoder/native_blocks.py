@@ -99,10 +99,20 @@ class NativeBlocks:
             *(self._o_segments, self._down_segments),
             *(cos.dtype == torch.float32, linear.level(), torch.get_num_threads()),
         )
+        kept, halves = batch.hidden_pages, 2 * len(self._weights)
         if tp.size == 1:
-            _run(problem)
+            # In one call, but for what layers read in between that somebody wants to keep.
+            at, wanted = 0, () if kept is None else kept.layers
+            for stop in sorted({halves, *(2 * layer for layer in wanted)}):
+                problem.begin, problem.end, at = at, stop, stop
+                if stop:
+                    _run(problem)
+                if kept is not None:
+                    kept.keep_before(stop // 2, batch, x, out if stop else None)
             return out, x
         for half, bias in enumerate(self._biases):
+            if kept is not None and half % 2 == 0:
+                kept.keep_before(half // 2, batch, x, out if half else None)
             problem.begin, problem.end = half, half + 1
             _run(problem)
             if sums is not None:
@@ -111,6 +121,8 @@ class NativeBlocks:
             tp.all_reduce(out)
             if bias is not None:
                 out.add_(bias)
+        if kept is not None:
+            kept.keep_before(halves // 2, batch, x, out)
         return out, x
 
     def _addresses(self, kv: Sequence[LayerKV]) -> ctypes.Array[ctypes.c_void_p]:

@@ -23,11 +23,11 @@ CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [T, 
 class Attention(nn.Module):
     """Project, normalise q and k where the model does, rotate, store, attend, project back.
 
-    [T, hidden] -> [T, hidden]; one all-reduce, and another where q and k are normalised over the
-    heads of all ranks. Keys are stored rotated.
+    [T, inputs] -> [T, hidden]; one all-reduce, and another where q and k are normalised over the
+    heads of all ranks. Keys are stored rotated. ``inputs``: by default the hidden size.
     """
 
-    def __init__(self, build: Build, index: int) -> None:
+    def __init__(self, build: Build, index: int, inputs: int | None = None) -> None:
         super().__init__()
         config, size = build.config, build.tp.size
         self.build, self.head_dim = build, config.head_dim
@@ -42,10 +42,10 @@ class Attention(nn.Module):
             self.rotated = 0 if rope.kind == "none" else int(config.head_dim * rope.partial)
         self.growth = config.layers[index].growth
         self.attend = batch_invariant_attention if build.deterministic else paged_attention
-        self.qkv_proj = QKVLinear(build)
+        self.qkv_proj = QKVLinear(build, inputs)
         self.gated = config.arch.gated
-        inputs = config.num_heads * config.head_dim
-        self.o_proj = RowLinear(build, inputs, config.hidden_size, config.o_bias)
+        made = config.num_heads * config.head_dim
+        self.o_proj = RowLinear(build, made, config.hidden_size, config.o_bias)
         normalised = config.qk_norm
         if config.arch.qk_norm_over == "turned" and config.layers[index].rope.kind == "none":
             normalised = False

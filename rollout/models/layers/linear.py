@@ -106,18 +106,20 @@ class MergedColumnLinear(Layer):
 
 
 class QKVLinear(MergedColumnLinear):
-    """Queries, keys and values of this rank's heads: [T, hidden] -> [T, (q + 2 kv) x head_dim],
+    """Queries, keys and values of this rank's heads: [T, inputs] -> [T, (q + 2 kv) x head_dim],
     q being the heads, or twice as many rows where each has a gate behind it.
 
     With more ranks than KV heads, each KV head is held by ``size / kv_heads`` neighbouring ranks.
+    ``inputs``: by default the hidden size.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, inputs: int | None = None) -> None:
         config = build.config
         heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         heads *= 2 if config.arch.gated else 1
         parts = [("q_proj", heads), ("k_proj", kv), ("v_proj", kv)]
-        super().__init__(build, config.hidden_size, parts, config.qkv_bias, config.arch.fused_qkv)
+        inputs = inputs or config.hidden_size
+        super().__init__(build, inputs, parts, config.qkv_bias, config.arch.fused_qkv)
 
     def share_of(self, tp: TensorParallel, index: int, rows: int) -> tuple[int, int]:
         config = self.build.config

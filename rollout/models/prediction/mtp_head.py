@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
@@ -11,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from rollout.distributed import TensorParallel
-from rollout.errors import ConfigError, some
+from rollout.errors import ConfigError
 from rollout.models.causal_lm import CausalLM, make_block, make_rotary
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
+from rollout.models.layers.attention import CosSin
 from rollout.models.layers.base import Build
 from rollout.models.layers.linear import ReplicatedLinear
 from rollout.models.layers.norm import Norm, make_norm
 from rollout.models.layers.rotary import Rotary
-from rollout.models.model import Model
+from rollout.models.prediction.head import REMEDY, PredictionHead
 from rollout.models.weight_io.table import build_table
 from rollout.weights import TensorMeta
 
 MTP = "mtp."  # what names begin with in Qwen's releases
-REMEDY = "hold it without draft_component"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,23 +39,23 @@ class _Parts:
     last: Norm
 
 
-class PredictionHead(Model):
-    """Guesses the token behind the next one, of the next one and the policy's state before it.
+class MTPHead(PredictionHead):
+    """Reads the policy's states behind its last norm.
 
-    Joins both, each normalised, in a linear that every rank holds whole, and runs one attending
-    decoder layer on that, which is cut over the ranks, and has the policy's rope and experts. What
-    comes out may stand in the place of the policy's state, for the token behind (DeepSeek-V3, arXiv
-    2412.19437, section 2.2). Embedding and vocabulary head are the policy's; copies of them, which
-    files of some releases have, are passed over. Of several such layers the first one runs. Names
-    in ``table`` are those of the files: ``mtp.``, or ``model.layers.N.``, N being the number of the
-    policy's layers.
+    Joins a token and a state, each normalised, in a linear that every rank holds whole; the layer
+    behind it has the policy's rope and experts (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    Embedding and vocabulary head are the policy's; copies of them, which files of some releases
+    have, are passed over. Of several such layers the first one runs. Names in ``table`` are those
+    of the files: ``mtp.``, or ``model.layers.N.``, N being the number of the policy's layers.
 
     States go on normalised, as the policy's do, like those of transformers' ``MtpModel``.
 
-    ``build`` is the policy's; ``config`` is of one layer, as ``KVShape.of_draft`` takes it. Nothing
-    here is quantised, or deterministic. ``tensors``: what the files have, of the head at least;
-    ``prefixes``: of others, as ``HeldTensors``. Raises ``ConfigError``; see ``head_fault``.
+    ``build`` is the policy's; ``config`` is of one layer, as ``KVShape.of_draft`` takes it.
+    ``tensors``: what the files have, of the head at least; ``prefixes``: of others, as
+    ``HeldTensors``. Raises ``ConfigError``; see ``head_fault``.
     """
+
+    told = "prediction head"
 
     def __init__(
         self,
@@ -67,56 +68,73 @@ class PredictionHead(Model):
         self._given = build, max_len, tensors, prefixes
         names, root = {meta.name for meta in tensors}, _root(build.config)
         own = _own_build(build, names, f"{root}layers.0." if root == MTP else root)
-        super().__init__(own, max_len)
-        self.rotary = rotary or make_rotary(own, own.config.layers[0].rope, max_len)
+        rotary = rotary or make_rotary(own, own.config.layers[0].rope, max_len)
+        super().__init__(own, max_len, rotary)
         if root == MTP:
             self.mtp, self._parts = _of_qwen(own)
         else:
             self.model, self._parts = _of_next_layer(own, root)
         self.table = build_table(self, prefixes=_narrowed(root, build.config, names, prefixes))
-        self._refuse_missing(tensors)
+        self.refuse_missing(f"the prediction head of {self.config.architecture}", tensors)
         self.eval()
 
-    def _refuse_missing(self, tensors: Sequence[TensorMeta]) -> None:
-        spelled = self.table.spellings.split_shape
-        held = {name for meta in tensors for name, _ in spelled(meta.name, meta.shape)}
-        if missing := sorted(self.table.slots.keys() - held):
-            raise ConfigError(
-                f"the prediction head of {self.config.architecture} cannot run without "
-                f"{some(missing)}, which its files lack; {REMEDY}"
-            )
+    def embedded(self, policy: CausalLM, ids: Tensor) -> Tensor:
+        return policy.embedded(ids)
 
-    @torch.no_grad()
-    def hidden_states(
-        self, policy: CausalLM, batch: ForwardBatch, kv: Sequence[LayerKV], before: Tensor
-    ) -> Tensor:
-        """[rows, hidden size] of ``batch.logit_rows``, for ``logits``, and as what is ``before``
-        the next token.
-
-        ``before`` [T, hidden size]: what ``policy.hidden_states`` gave at each position, or this
-        did; ``batch.input_ids`` are the tokens that came of those, one behind each position, and
-        positions are [T]. ``kv``: of the one layer. Adapters of the policy have no part in it.
-        Collective: all ranks call it in lockstep; 3 all-reduces.
-        """
+    def joined(
+        self, tokens: Tensor, before: Tensor, cos_sin: CosSin, batch: ForwardBatch, kv: LayerKV
+    ) -> tuple[Tensor, Tensor]:
         parts = self._parts
-        with policy.unadapted():
-            x = policy.embedded(batch.input_ids)
-        x = parts.joined(torch.cat((parts.of_token(x), parts.of_state(before)), dim=-1))
-        x, residual = parts.block(x, None, self.rotary(batch.positions), batch, kv[0])
-        rows = batch.logit_rows
-        return parts.last.add(x[rows], residual[rows])[0]
+        x = parts.joined(torch.cat((parts.of_token(tokens), parts.of_state(before)), dim=-1))
+        made: tuple[Tensor, Tensor] = parts.block(x, None, cos_sin, batch, kv)
+        return made
+
+    def ended(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self._parts.last.add(x, residual)[0]
 
     @torch.no_grad()
     def logits(self, policy: CausalLM, states: Tensor) -> Tensor:
-        """[rows, vocab_size] of what ``hidden_states`` gave, as the policy's; one all-gather."""
         with policy.unadapted():
             return policy.logits(states)
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
-        raise NotImplementedError("a prediction head runs behind a policy: hidden_states, logits")
-
     def empty_like(self) -> Self:
         return type(self)(*self._given, self.rotary)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPFiles:
+    """A release's files, of the head or of all; ``tensors`` and ``prefixes`` as of ``MTPHead``."""
+
+    directory: Path
+    config: ModelConfig
+    tensors: tuple[TensorMeta, ...]
+    prefixes: Mapping[str, str]
+
+    def fault(self) -> str:
+        return head_fault(self.config, self.tensors)
+
+    def build(self, beside: Build, longest: int) -> MTPHead:
+        config, policy, fault = self.config, beside.config, ""
+        if _family(config) != _family(policy):
+            fault = f"is of {config.architecture}, and the model is {policy.architecture}"
+        for size in ("hidden_size", "vocab_size", "num_layers"):
+            own, wanted = getattr(config, size), getattr(policy, size)
+            if own != wanted:
+                fault = fault or f"is of a model whose {size} is {own}, and the model's is {wanted}"
+        if fault:
+            raise ConfigError(
+                f"the prediction head in {self.directory} {fault}: name the head of the model's "
+                "own release"
+            )
+        # Positions are the policy's, which may be overridden.
+        most = policy.max_position_embeddings
+        config = replace(config, layers=policy.layers, max_position_embeddings=most)
+        return MTPHead(replace(beside, config=config), longest, self.tensors, self.prefixes)
+
+
+def _family(config: ModelConfig) -> str:
+    """What is one model, with images or without."""
+    return config.architecture.partition("For")[0]
 
 
 def head_fault(config: ModelConfig, tensors: Sequence[TensorMeta]) -> str:
@@ -125,7 +143,7 @@ def head_fault(config: ModelConfig, tensors: Sequence[TensorMeta]) -> str:
     """
     meta = torch.device("meta")
     try:
-        PredictionHead(
+        MTPHead(
             Build(config=config, tp=TensorParallel(), dtype=torch.bfloat16, device=meta), 1, tensors
         )
     except ConfigError as error:
