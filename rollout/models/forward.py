@@ -84,6 +84,7 @@ class ForwardBatch:
     adapter_tiles: Tensor | None = None  # [tiles, 3] int32: (slot, start, stop) of adapter_rows
     chosen: ChosenTokens | None = None  # of sparse attention
     lasting_slots: Tensor | None = None  # [tokens] int64, of whole tokens, if not ``slot_mapping``
+    before: Tensor | None = None  # [tokens, hidden size]: what a prediction head reads
 
     @property
     def token_slots(self) -> Tensor:

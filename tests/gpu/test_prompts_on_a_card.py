@@ -17,6 +17,7 @@ from tiny_models import write_tiny
 from rollout import Rollout, SamplingParams
 from rollout.engine.worker.prefill_graphs import PrefillGraphs
 from rollout.models.causal_lm import CausalLM
+from rollout.models.prediction.head import HeadBehind
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,20 +121,23 @@ def test_a_draft_model_changes_no_token(tiny_qwen3: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each forward pass that is no graph's."""
-    found, hidden_states = list[int](), CausalLM.hidden_states
+    """The tokens of each forward pass, of a head or a model, that is no graph's."""
+    found = list[int]()
+    for kind in (CausalLM, HeadBehind):
 
-    def noted(model: CausalLM, batch: Any, kv: Any) -> Any:
-        found.append(len(batch.input_ids))
-        return hidden_states(model, batch, kv)
+        def noted(model: Any, batch: Any, kv: Any, run: Any = kind.hidden_states) -> Any:
+            found.append(len(batch.input_ids))
+            return run(model, batch, kv)
 
-    monkeypatch.setattr(CausalLM, "hidden_states", noted)
+        monkeypatch.setattr(kind, "hidden_states", noted)
     return found
 
 
 @pytest.mark.parametrize("arch", ["glm4_moe", "qwen3_5"])
-def test_a_head_that_foresees_the_policy_is_always_right(tmp_path: Path, arch: str) -> None:
-    """One whose steps are captured, which keep what the head reads, and one with states."""
+def test_a_head_that_foresees_the_policy_is_always_right(
+    tmp_path: Path, passes: list[int], arch: str
+) -> None:
+    """Captured, as the steps are that keep what it reads, which may have states."""
     sizes: dict[str, Any] = {"vocab_size": 96, "intermediate_size": 64, "rms_norm_eps": 1e-9}
     if arch == "glm4_moe":
         sizes |= {"num_layers": 1, "first_k_dense_replace": 1}
@@ -143,15 +147,17 @@ def test_a_head_that_foresees_the_policy_is_always_right(tmp_path: Path, arch: s
         wanted = engine.generate(PROMPTS[:2], GREEDY)
     drafts = {"draft_component": "mtp", "num_speculative_tokens": 2}
     with card_engine(tmp_path, **CAPTURED, **drafts) as engine:
+        passes.clear()
         for updates in range(2):
             _assert_alike(engine.generate(PROMPTS[:2], GREEDY), wanted, 1e-4)
             figures = engine.metrics()
             assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total
             assert figures.spec_draft_tokens_total > updates
             engine.update_weights({"policy": str(tmp_path), "mtp": str(tmp_path)})
+    assert not passes
 
 
-def test_so_is_an_eagle_head(tmp_path: Path) -> None:
+def test_so_is_an_eagle_head(tmp_path: Path, passes: list[int]) -> None:
     """Captured steps keep what it reads, too, which that one makes no use of."""
     path = tmp_path / "head"
     sizes = {"vocab_size": 96, "intermediate_size": 64}
@@ -162,12 +168,14 @@ def test_so_is_an_eagle_head(tmp_path: Path) -> None:
         wanted = engine.generate(PROMPTS[:2], GREEDY)
     drafts = {"components": {"draft": str(path)}, "draft_component": "draft"}
     with card_engine(tmp_path / "policy", **CAPTURED, **drafts, num_speculative_tokens=2) as engine:
+        passes.clear()
         for updates in range(2):
             _assert_alike(engine.generate(PROMPTS[:2], GREEDY), wanted, 1e-4)
             figures = engine.metrics()
             assert figures.spec_accepted_tokens_total == figures.spec_draft_tokens_total
             assert figures.spec_draft_tokens_total > updates
             engine.update_weights({"policy": str(tmp_path / "policy"), "draft": str(path)})
+    assert not passes
 
 
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}

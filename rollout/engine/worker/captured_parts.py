@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.engine.worker.input_memory import Fields
+from rollout.engine.worker.input_memory import Fields, InputMemory
 from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 
@@ -19,11 +17,13 @@ from rollout.models.forward import ForwardBatch
 class CapturedParts:
     """``states``: the slot of each sequence's recurrent states, of padding -1. ``adapters``: which
     rows have one of so many of them, if any has; of a step without, no tile has a row. 0: steps
-    with adapters are not captured.
+    with adapters are not captured. ``before``: elements, and their dtype, of what a prediction head
+    reads before each token, which lies on the device alone.
     """
 
     states: bool = False
     adapters: int = 0
+    before: tuple[int, torch.dtype] | None = None
 
     def fields(self, tokens: int, sequences: int) -> Fields:
         """Of a step of at most so many."""
@@ -35,17 +35,29 @@ class CapturedParts:
             found["adapter_tiles"] = (self._tiles(tokens), 3), torch.int32
         return found
 
+    def there(self, tokens: int) -> Fields:
+        """Of a step of at most so many, what no host has."""
+        if self.before is None:
+            return {}
+        size, dtype = self.before
+        return {"before": ((tokens, size), dtype)}
+
     def hold(self, batch: ForwardBatch) -> bool:
         """Whether ``batch`` (CPU) has nothing else beside tokens and pages."""
         told = batch.visual is None and batch.forced_experts is None
         plain = told and batch.positions.dim() == 1
         adapts = self.adapters or batch.adapter_rows is None
-        return bool(plain and adapts and self.states == (batch.state_slots is not None))
+        has = self.states, self.before is not None
+        told_of = batch.state_slots is not None, batch.before is not None
+        return bool(plain and adapts and has == told_of)
 
-    def fill(
-        self, host: Mapping[str, NDArray[Any]], batch: ForwardBatch, tokens: int, sequences: int
-    ) -> None:
+    def fill(self, memory: InputMemory, batch: ForwardBatch, tokens: int, sequences: int) -> None:
         """Of a step that is padded to so many."""
+        host = memory.host
+        if batch.before is not None:
+            before = memory.device["before"][: len(batch.before)]
+            if before.data_ptr() != batch.before.data_ptr():  # else the step before has left it
+                before.copy_(batch.before)
         if batch.state_slots is not None:
             count = len(batch.state_slots)
             host["state_slots"][:count] = batch.state_slots.numpy()
@@ -69,6 +81,8 @@ class CapturedParts:
                 adapter_rows=device["adapter_rows"][:tokens],
                 adapter_tiles=device["adapter_tiles"][: self._tiles(tokens)],
             )
+        if self.before is not None:
+            batch = replace(batch, before=device["before"][:tokens])
         return batch
 
     def _tiles(self, tokens: int) -> int:

@@ -53,7 +53,8 @@ class DecodeInputs:
             "numbers": ((rows, 3), torch.float32),
         }
         self._last_of_model, self._last = list(model)[-1], list(sampler)[-1]
-        self._memory = InputMemory({**model, **sampler}, rows, max_blocks, device, groups)
+        fields, there = {**model, **sampler}, self._parts.there(rows)
+        self._memory = InputMemory(fields, rows, max_blocks, device, groups, there)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(rows, device=device)
         self._clear(0, rows)
@@ -87,7 +88,7 @@ class DecodeInputs:
             host["draws"][:count] = uniforms(sampling.seeds, sampling.counters)
             host["numbers"][:count] = row_numbers(sampling)
         self._clear(count, size)
-        self._parts.fill(host, batch, size, size)
+        self._parts.fill(self._memory, batch, size, size)
         self._memory.block_rows[..., :count, :width] = batch.block_tables.numpy()
         self._memory.move(last, count, batch.input_ids)
 
@@ -104,6 +105,10 @@ class DecodeInputs:
             logit_rows=self._logit_rows[:size],
         )
         return self._parts.join(batch, there)
+
+    def left(self, count: int) -> Tensor:
+        """[count, elements]: what a head has left in the place of what it reads."""
+        return self._memory.device["before"][:count]
 
     def settings(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers, top_k and draws of the first ``size`` rows, on the device, as ``sample`` takes

@@ -33,9 +33,12 @@ from rollout.models.adapters.instance import InstanceAdapters
 from rollout.models.causal_lm import CausalLM
 from rollout.models.forward import ForwardBatch
 from rollout.models.model import Model
+from rollout.models.prediction.head import HeadBehind
 
 log = logging.getLogger(__name__)
 Graphs = TypeVar("Graphs", DecodeGraphs, PrefillGraphs)
+Known = CausalLM | HeadBehind  # of our making: it does what a graph can hold
+Part = Model | HeadBehind
 
 
 class GraphSets:
@@ -50,14 +53,14 @@ class GraphSets:
         model: Model,
         device: torch.device,
         draws: bool,
-        part: Callable[[Model], Model] = attrgetter("policy"),
+        part: Callable[[Model], Part] = attrgetter("policy"),
     ) -> None:
         self._config, self._device, self._draws, self._part = config, device, draws, part
         own, arch = part(model), part(model).config
         # Attention without a kernel, whose numbers the host reads, does not fit into a graph.
         _, heads, dim = arch.cached_heads(model.tp.size)
         attends = has_gpu_kernel(heads, dim, own.build.dtype)
-        fits = isinstance(own, CausalLM) and attends
+        fits = isinstance(own, Known) and attends
         #: whether any step is captured
         self.wanted = not arch.labels and wants_graphs(config, device, fits)
         self.flips = config.staging in ("auto", "device")
@@ -70,6 +73,7 @@ class GraphSets:
         self._parts = CapturedParts(
             states=bool(arch.recurrent_layers),
             adapters=0 if beside is None else beside.captured,
+            before=(arch.hidden_size, own.build.dtype) if isinstance(own, HeadBehind) else None,
         )
         self._decode: dict[Model, DecodeGraphs] = {}
         self._prefill: dict[Model, PrefillGraphs] = {}
@@ -118,11 +122,17 @@ class GraphSets:
             return None
         states, own = graphs.run(batch), self._part(model)
         beside = _adapters_of(own)
-        if states is not None and beside is not None:
+        if states is not None and beside is not None and isinstance(own, CausalLM):
             # The head, which is not captured, asks for it. Where it has adapters no step with some
             # is captured.
             beside.begin_step(own, replace(batch, adapter_rows=None, adapter_tiles=None))
         return states
+
+    def left(self, count: int) -> Tensor:
+        """What the decode step of a head that was just replayed has left before the next one,
+        [count, hidden size]; valid until the next call.
+        """
+        return next(iter(self._decode.values())).inputs.left(count)
 
     def forget(self, model: Model) -> None:
         """An instance is given up; a step that replays its graphs may still run."""
@@ -175,7 +185,7 @@ class GraphSets:
         self._decode[model] = graphs
         return pool
 
-    def _tables(self, own: Model, kv: KVCache) -> tuple[int, torch.device, int]:
+    def _tables(self, own: Part, kv: KVCache) -> tuple[int, torch.device, int]:
         """Blocks of the longest table, where tables lie, and how many a sequence has."""
         groups, block, longest = kv.shape.groups, self._config.block_size, own.max_len
         if not groups or not groups[-1].forgets:  # else there are more positions than places
@@ -184,7 +194,7 @@ class GraphSets:
 
     def _capture_prompts(self, model: Model, kv: KVCache, pool: CapturePool) -> None:
         pages, own = kv.layers, self._part(model)
-        assert isinstance(own, CausalLM)
+        assert isinstance(own, Known)
         others = next(iter(self._prefill.values()), None)
         if others is None:
             tokens, sequences = (max(of) for of in zip(*self._shapes, strict=True))
@@ -210,5 +220,5 @@ class GraphSets:
             self._shapes = ()
 
 
-def _adapters_of(own: Model) -> InstanceAdapters | None:
-    return own.adapters if isinstance(own, CausalLM) else None
+def _adapters_of(own: Part) -> InstanceAdapters | None:
+    return own.adapters if isinstance(own, Known) else None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
+from rollout.engine.memory import to_device
 from rollout.engine.sampling.fused_sampler import FusedSampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import Sampler
 from rollout.engine.worker.draft_runner import DraftParts, DraftRunner
-from rollout.models.causal_lm import CausalLM
 from rollout.models.forward import ForwardBatch, HiddenPages
 from rollout.models.model import Model
-from rollout.models.prediction.head import PredictionHead
+from rollout.models.prediction.head import HeadBehind
 
 
 class HeadRunner(DraftRunner):
@@ -35,13 +36,20 @@ class HeadRunner(DraftRunner):
         sampling: SamplingMetadata,
         before: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        head, policy = self._own.part(model), model.policy
-        assert isinstance(head, PredictionHead)
-        assert isinstance(policy, CausalLM)
-        moved = self._own.to_device(batch)
+        own, graphs, count = self._own.part(model), self.graphs, len(batch.logit_rows)
+        assert isinstance(own, HeadBehind)
         if before is None:
-            before = head.first(self._hidden().pages[moved.slot_mapping])
-        else:
-            before = before[: len(batch.input_ids)]  # of those that are drafted for still
-        states = head.hidden_states(policy, moved, self.kv.layers, before)
-        return self._drawn(head.logits(policy, states), sampler, sampling), states
+            pages = self._hidden().pages
+            before = own.head.first(pages[to_device(batch.slot_mapping, pages.device)])
+        # Of those that are drafted for still.
+        batch = replace(batch, before=before[: len(batch.input_ids)])
+        found = graphs.draw(model, batch, sampling) if self._own.is_first else None
+        if found is not None:
+            return found.tokens.clone(), graphs.left(count)
+        states = graphs.hidden_states(model, batch)
+        if states is None:
+            logits = graphs.logits(model, batch)
+            if logits is not None:
+                return self._drawn(logits, sampler, sampling), graphs.left(count)
+            states = own.hidden_states(self._own.to_device(batch), self.kv.layers)
+        return self._drawn(own.logits(states), sampler, sampling), states

@@ -21,12 +21,19 @@ class InputMemory:
 
     One transfer moves what is short, a second the rows of the block tables in use, of each of
     several ``groups`` of layers. ``host`` and ``device``: each of ``fields``, in whose order they
-    lie, zeros at first; ``input_ids`` is among them. ``tables``, and ``block_rows`` in the host:
+    lie, zeros at first; ``input_ids`` is among them. ``device`` has those of ``there``, too, which
+    nothing moves. ``tables``, and ``block_rows`` in the host:
     int32 [sequences, max_blocks], of several groups with one more dimension in front.
     """
 
     def __init__(
-        self, fields: Fields, sequences: int, max_blocks: int, device: torch.device, groups: int
+        self,
+        fields: Fields,
+        sequences: int,
+        max_blocks: int,
+        device: torch.device,
+        groups: int,
+        there: Fields,
     ) -> None:
         on_card = device.type == "cuda"
         self._ends: dict[str, int] = {}  # in words
@@ -39,6 +46,8 @@ class InputMemory:
         views = self._views(fields, self._host)
         self.host: dict[str, NDArray[Any]] = {name: each.numpy() for name, each in views.items()}
         self.device = self._views(fields, self._device)
+        for name, (size, dtype) in there.items():
+            self.device[name] = torch.zeros(size, dtype=dtype, device=device)
         shape = (groups, sequences, max_blocks)
         rows = torch.zeros(shape, dtype=torch.int32, pin_memory=on_card)
         tables = torch.zeros(shape, dtype=torch.int32, device=device)

@@ -24,7 +24,7 @@ from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.steps.batch import decode_batch, with_drawn
 from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.engine.worker.draft_runner import DraftParts, DraftRunner
-from rollout.engine.worker.graph_sets import GraphSets
+from rollout.engine.worker.graph_sets import GraphSets, Part
 from rollout.engine.worker.head_runner import HeadRunner
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.engine.worker.kv_cache import KVCache, KVShape
@@ -41,7 +41,7 @@ from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, HiddenPages, VisualRows
 from rollout.models.model import Model
-from rollout.models.prediction.head import PredictionHead
+from rollout.models.prediction.head import HeadBehind, PredictionHead
 from rollout.models.vision_lm import VisionCausalLM
 from rollout.weights import LazyTensor, TensorMeta
 from rollout.weights.components import POLICY, component_of, own_name, qualified
@@ -219,9 +219,17 @@ class ModelRunner:
         if name is None:
             return None
 
-        def part(instance: Model) -> Model:
+        def part(instance: Model) -> Part:
             assert isinstance(instance, ComponentModels)
-            return instance.component(name)
+            held, policy = instance.component(name), instance.policy
+            if not isinstance(held, PredictionHead):
+                return held
+            if not isinstance(policy, CausalLM):
+                raise ConfigError(
+                    f"draft_component={name!r}: a prediction head reads hidden states, which a "
+                    "model class from elsewhere does not give; leave it out"
+                )
+            return HeadBehind(held, policy)
 
         shape = KVShape.of_draft(
             part(live).config,
@@ -233,14 +241,6 @@ class ModelRunner:
         most = min(config.max_drafting(self.device.type), config.max_num_seqs)
         prompts = min(config.cuda_graph_prefill, most * (config.num_speculative_tokens + 1))
         few = replace(config, max_num_seqs=most, cuda_graph_sizes=(), cuda_graph_prefill=prompts)
-        head = part(live)
-        if isinstance(head, PredictionHead):
-            if not isinstance(live.policy, CausalLM):
-                raise ConfigError(
-                    f"draft_component={name!r}: a prediction head reads hidden states, which a "
-                    "model class from elsewhere does not give; leave it out"
-                )
-            few = replace(few, cuda_graphs="off")
         own = DraftParts(
             part=part,
             kv=KVCache(shape, self.device),
@@ -250,8 +250,8 @@ class ModelRunner:
             to_device=self._moved,
             shared=self._of_rank_0,
         )
-        if isinstance(head, PredictionHead):
-            return HeadRunner(own, head.reads, self._hidden_pages)
+        if isinstance(behind := part(live), HeadBehind):
+            return HeadRunner(own, behind.head.reads, self._hidden_pages)
         return DraftRunner(own)
 
     def _hidden_pages(self) -> HiddenPages:

@@ -80,7 +80,8 @@ class PrefillInputs:
             **self._parts.fields(tokens, sequences),
         }
         self._last = list(fields)[-1]
-        self._memory = InputMemory(fields, sequences, max_blocks, device, groups)
+        there = self._parts.there(tokens)
+        self._memory = InputMemory(fields, sequences, max_blocks, device, groups, there)
         self._every = torch.arange(tokens, device=device)
         self._memory.host["slot_mapping"][...] = -1
         self._memory.move(self._last)
@@ -117,7 +118,7 @@ class PrefillInputs:
         host["slot_mapping"][..., padding] = -1
         host["query_starts"][count + 1 : shape.sequences + 1] = tokens
         host["context_lens"][count : shape.sequences] = 0
-        self._parts.fill(host, batch, *shape)
+        self._parts.fill(self._memory, batch, *shape)
         self._memory.block_rows[..., :count, :width] = batch.block_tables.numpy()
         self._memory.move(self._last, count, batch.input_ids)
         return self._memory.device["logit_rows"][:wanted]

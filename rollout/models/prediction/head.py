@@ -92,6 +92,34 @@ class PredictionHead(Model):
             )
 
 
+class HeadBehind:
+    """A head and the policy that it runs behind, as a model that reads ``ForwardBatch.before``."""
+
+    captures_prompts = True
+    adapters = None
+
+    def __init__(self, head: PredictionHead, policy: CausalLM) -> None:
+        self.head, self.policy = head, policy
+        self.config, self.build, self.max_len = head.config, head.build, head.max_len
+
+    def __call__(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        """Logits of ``batch.logit_rows``, whose states come to lie in the first rows of
+        ``batch.before``; no more rows than tokens.
+        """
+        assert batch.before is not None
+        states = self.hidden_states(batch, kv)
+        logits = self.logits(states)
+        batch.before[: len(states)].copy_(states)
+        return logits
+
+    def hidden_states(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
+        assert batch.before is not None
+        return self.head.hidden_states(self.policy, batch, kv, batch.before)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.head.logits(self.policy, states)
+
+
 class HeadFiles(Protocol):
     """The files of a head, before it is built."""
 
