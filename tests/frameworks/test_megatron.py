@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from adapted_models import adapted
 from clients.install import folder
 from frameworks.megatron_layouts import shard, tree
 from models.rank_threads import Session
@@ -127,6 +128,68 @@ def test_what_cannot_be_sent_is_refused_by_name(tmp_path: Path) -> None:
     module.share_embeddings_and_output_weights = True
     with pytest.raises(ConfigError, match="tie_word_embeddings=False"):
         MegatronSource(module, config=config)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+@pytest.mark.parametrize("transport", ["inline", "ipc", "broadcast", "p2p"])
+def test_a_model_with_its_head_goes_beside_components_and_adapters(
+    heads: dict[str, Any], transport: str
+) -> None:
+    """Of one rank, whose shard is the whole model: read where it lies, or gathered."""
+    engine, (old, new) = heads["engine"], heads["weights"]
+    draft = {name: tensor + 0.125 for name, tensor in heads["draft"].items()}
+    before = {"policy": old, "mtp": old, "draft": heads["draft"]}
+    engine.update_weights(before)
+    sent = {"draft": draft, "policy": heads["source"]()}
+    receipt = engine.update_weights(
+        sent, adapters={"math": heads["adapter"]}, transport=transport, timeout=20.0
+    )
+    assert set(receipt.components) == {"policy", "mtp", "draft"}
+    assert set(receipt.adapters) == {"math"}
+    want = {"policy": new, "mtp": new, "draft": draft}
+    assert engine.check_weights(want).equal
+    assert engine.check_weights({"draft": draft, "policy": heads["source"]()}).equal
+    assert engine.preflight({"draft": draft, "policy": heads["source"]()}).problems == ()
+    assert not engine.check_weights(before).equal
+    receipt = engine.update_weights(
+        heads["source"](), adapters={"math": heads["adapter"]}, transport=transport, timeout=20.0
+    )
+    assert set(receipt.components) == {"policy", "mtp"}
+    assert engine.check_weights(want).equal
+
+
+def test_a_component_that_comes_twice_is_refused_by_name(heads: dict[str, Any]) -> None:
+    engine, (old, _) = heads["engine"], heads["weights"]
+    version = engine.weight_version
+    for sent, match in (
+        ({"mtp": old, "policy": heads["source"]()}, "'mtp' comes twice, with 'mtp' and with 'pol"),
+        ({"draft": heads["source"]()}, "'draft' is a source of policy, mtp: pass it as the 'pol"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            engine.update_weights(sent)
+    receipt = engine.update_weights({"mtp": old, "policy": heads["source"](mtp=False)})
+    assert set(receipt.components) == {"policy", "mtp"}
+    assert engine.weight_version == version + 1
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """An engine with a head, a draft and an adapter's slot, and what a trainer sends to it."""
+    where = tmp_path_factory.mktemp("heads")
+    _, old = checkpoint(where / "a", "glm4_moe", head=True, first_k_dense_replace=1)
+    config, new = checkpoint(where / "b", "glm4_moe", head=True, seed=1, first_k_dense_replace=1)
+    _, draft = checkpoint(where / "draft", "llama", num_layers=1)
+    held = shard(new, config, **ALONE, etp=(0, 1), fused=True, vocabulary=336)
+    components = {"draft": str(where / "draft"), "mtp": str(where / "a")}
+    settings = {"components": components, "max_adapters": 2, "dtype": "float32"}
+    with Rollout(str(where / "a"), tensor_parallel_size=2, **ENGINE, **settings) as engine:
+        yield {
+            "engine": engine,
+            "weights": (old, new),
+            "draft": draft,
+            "adapter": adapted(where / "b", 8, target_modules=["q_proj"]),
+            "source": lambda **told: MegatronSource(tree(held), config=config, **told),
+        }
 
 
 def test_what_fsdp_has_spread_is_refused_by_name(tmp_path: Path) -> None:

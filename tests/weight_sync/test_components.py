@@ -193,6 +193,29 @@ def test_a_policy_whose_ranks_send_their_own_boxes_goes_alone(pair, checkpoints)
     assert set(live[0].components) == {"policy"}
 
 
+@pytest.mark.parametrize("transport", ["ipc", "p2p"])
+def test_a_policys_source_may_tell_a_component_of_its_own_beside_others(
+    checkpoints, transport
+) -> None:
+    """Read from two ranks where they hold it; the third component is the first rank's to send."""
+    old = checkpoints[1]
+    policy, head, draft = (nudged(old, 0.5, seed) for seed in (5, 6, 7))
+    told = policy | {qualified("head", name): tensor for name, tensor in head.items()}
+
+    def beside(_, source):
+        source.components = ("policy", "head")
+        return {"draft": draft, "policy": source}
+
+    engine = Engine(checkpoints[0], 2, old, beside={"draft": old, "head": old})
+    got = TrainerRanks(engine, 2).send(told, transport=transport, prepare=beside)
+    assert all(receipt == got[0] for receipt in got)
+    assert set(got[0].components) == {"draft", "policy", "head"}
+    want = Engine(checkpoints[0], 2, policy, beside={"draft": draft, "head": head})
+    assert same(engine.live(), want.live())
+    for one in (engine, want):
+        one.close()
+
+
 def test_two_models_of_other_ranks_are_no_components_of_one_update(checkpoints) -> None:
     one, two = agreements(2), agreements(3)
     with pytest.raises(ConfigError, match=r"'policy' by ranks \[0, 1\] and 'draft' by ranks"):

@@ -19,13 +19,14 @@ from rollout.weight_sync.trainer.sources.base import (
     WeightSource,
 )
 from rollout.weights import Box, TensorMeta
-from rollout.weights.components import component_of, own_name, qualified
+from rollout.weights.components import POLICY, component_of, own_name, qualified
 
 
 def together(sources: Mapping[str, WeightSource], group: RankGroup) -> WeightSource:
     """One source of all components' tensors, by their qualified names; in lockstep as they are.
 
-    Ranks of ``group`` read their own boxes where those of every component can be.
+    The policy's may have tensors of further components, which no other has. Ranks of ``group`` read
+    their own boxes where those of every component can be.
     """
     local = all(isinstance(source, LocalSource) for source in sources.values())
     return (_LocalComponents if local else _Components)(sources, group)
@@ -82,6 +83,7 @@ class _LocalComponents(_Components):
     """Of components that each rank can read its boxes of."""
 
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
-        source = self._sources[component_of(name)]
+        own = component_of(name) in self._sources
+        source = self._sources[component_of(name) if own else POLICY]
         assert isinstance(source, LocalSource)
-        return source.local_values(own_name(name))
+        return source.local_values(own_name(name) if own else name)

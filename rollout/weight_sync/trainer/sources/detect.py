@@ -58,7 +58,7 @@ class Detected:
         """What is updated; a source by itself is the policy's."""
         if self.kind == "source":  # whose names may say more than one
             return tuple(getattr(self.obj, "components", (POLICY,)))
-        return tuple(component for component, _ in self.parts) or (POLICY,)
+        return tuple(chain.from_iterable(_told(*part) for part in self.parts)) or (POLICY,)
 
     def rank_group(self, timeout: float = DEFAULT_TIMEOUT) -> RankGroup:
         """The group of the ranks that hold it; of this rank alone where it is not shared.
@@ -96,13 +96,11 @@ class Detected:
         """
         if self.parts:
             group = group if group is not None else self.rank_group(timeout)
-            return together(
-                {
-                    component: part.source(wanted.of(component), group=group, partial=partial)
-                    for component, part in self.parts
-                },
-                group,
-            )
+            sources = {}
+            for component, part in self.parts:
+                own = wanted.of(component) if len(part.components) == 1 else wanted
+                sources[component] = part.source(own, group=group, partial=partial)
+            return together(sources, group)
         if self.kind == "source":
             source: WeightSource = self.obj
         else:
@@ -279,9 +277,17 @@ def _components(obj: Mapping[Any, Any], take_first: bool) -> Detected:
 
 
 def combined(parts: tuple[tuple[str, Detected], ...]) -> Detected:
-    """The parts of one update, by component; ``ConfigError`` where other ranks hold some."""
-    held = {}
+    """The parts of one update, by component; ``ConfigError`` where other ranks hold some, or two
+    have tensors of one component.
+    """
+    held, senders = {}, dict[str, str]()
     for name, part in parts:
+        for component in _told(name, part):
+            if (other := senders.setdefault(component, name)) != name:
+                raise ConfigError(
+                    f"component {component!r} comes twice, with {other!r} and with {name!r}: leave "
+                    "one of them out (a MegatronSource: mtp=False)"
+                )
         ranks = part.obj.agreement.ranks if part.kind == "source" else part.ranks
         if ranks is not None and (part.kind != "source" or len(ranks) > 1):
             held[tuple(ranks)] = name
@@ -290,6 +296,18 @@ def combined(parts: tuple[tuple[str, Detected], ...]) -> Detected:
         raise ConfigError(f"components of one update are held by the same ranks, not {who}")
     opened = {name: part.obj for name, part in parts}
     return Detected(opened, "components", next(iter(held), None), parts)
+
+
+def _told(name: str, part: Detected) -> tuple[str, ...]:
+    """The components that a part of an update has tensors of; the policy's may say further ones."""
+    if name == POLICY:
+        return part.components
+    if part.components != (POLICY,):
+        raise ConfigError(
+            f"component {name!r} is a source of {', '.join(part.components)}: pass it as the "
+            f"{POLICY!r}, or send {name!r} of it alone (a MegatronSource: mtp=False)"
+        )
+    return (name,)
 
 
 def _opened(obj: Iterable[Any]) -> Any:
