@@ -30,6 +30,7 @@ from rollout.weight_sync.versions.adapter_files import check_name
 from rollout.weight_sync.versions.directories import looks
 from rollout.weights import Box
 from rollout.weights.adapters import BIASED, EXPERTS
+from rollout.weights.components import POLICY, component_of
 from rollout.weights.names import placed
 
 MAX_NAMES = 1024
@@ -173,8 +174,9 @@ class MergedAdapters:
             return made[1]
         config = self._config
         checkpoint = str(resolve_model(config.model, config.revision, config.load_format))
-        same = check_weights(checkpoint, connect=lambda: link, timeout=config.timeout).equal
-        return frozenset() if same else None
+        report = check_weights(checkpoint, connect=lambda: link, timeout=config.timeout)
+        problems = [*report.differing, *report.problems]  # of the policy: its head may be another
+        return None if any(component_of(one) == POLICY for one in problems) else frozenset()
 
     def _remember(self, link: AdapterLink) -> None:
         digest = self._digest(link)

@@ -24,7 +24,8 @@ class ComponentModels(Model):
     Only the policy runs by ``forward``, and it alone may be quantised; the others are held for
     whoever reads them, or runs one beside it.
     Their tensors, aliases and prefixes are in ``table`` as ``component:name``, their parameters as
-    ``component.name``.
+    ``component.name``. What comes among the policy's tensors and is none of them goes to the
+    component that takes it by that name: its own head of multi-token prediction.
     """
 
     def __init__(self, policy: Model, others: Mapping[str, Model]) -> None:
@@ -110,13 +111,25 @@ def _merged(tables: Mapping[str, WeightTable]) -> WeightTable:
                 for s in table.spellings.told
             ],
         ),
-        prefixes={
-            a: b for c, t in tables.items() for a, b in qualified_names(c, t.prefixes).items()
-        },
+        prefixes=_merged_prefixes(tables),
         quantized={_merged_slot(POLICY, slot): row for slot, row in policy.quantized.items()},
         pending=policy.pending,
         digests=f"{POLICY}.{policy.digests}",
     )
+
+
+def _merged_prefixes(tables: Mapping[str, WeightTable]) -> dict[str, str]:
+    """Of all, as an update has them; before those what the policy passes over and another takes."""
+    passed = tuple(prefix for prefix, own in tables[POLICY].prefixes.items() if not own)
+    merged: dict[str, str] = {}
+    for component, table in tables.items():
+        taken = {prefix: own for prefix, own in table.prefixes.items() if prefix.startswith(passed)}
+        if any(taken.values()):
+            merged |= {p: qualified(component, own) if own else "" for p, own in taken.items()}
+    for component, table in tables.items():
+        for prefix, own in qualified_names(component, table.prefixes).items():
+            merged.setdefault(prefix, own)
+    return merged
 
 
 def _merged_slot(component: str, slot: WeightSlot) -> WeightSlot:

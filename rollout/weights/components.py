@@ -57,9 +57,11 @@ def qualified_names(component: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_names(component: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Those of a table that ``qualified_names`` made which are ``component``'s, under its names."""
+    """Those of a table that ``qualified_names`` made which are ``component``'s, under its names;
+    what is another's is none of its own ("").
+    """
     return {
-        own_name(name): own_name(other)
+        own_name(name): own_name(other) if component_of(other) == component else ""
         for name, other in names.items()
         if component_of(name) == component
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,7 +23,8 @@ class WantedWeights:
     """The ``tensors`` of a full update, by their names in files.
 
     ``dtype``: that a trainer's plain floats travel in. ``aliases``: names that may be sent to the
-    tensor that owns them. ``prefixes``: what names may begin with (``weights.names.placed``).
+    tensor that owns them. ``prefixes``: what names may begin with (``weights.names.placed``);
+    what a policy's stream has of another component, too, begins with that one's name there.
     ``spelled``: what a trainer may have in memory in the place of ``tensors``, where no name tells.
     ``schemes``: of tensors whose codes are taken.
     """
@@ -45,18 +46,20 @@ class WantedWeights:
         shapes = {name: meta.shape for name, meta in self.tensors.items()}
         return Spellings.of(shapes, self.spelled)
 
-    @property
+    @cached_property
     def adapter_prefixes(self) -> dict[str, str]:
-        """As ``prefixes``, for the linears of adapters: also those that modules call otherwise."""
-        return {**self.prefixes, **self.spellings.modules()}
+        """As ``prefixes``, for the linears of adapters, which are the policy's: also those that
+        modules call otherwise.
+        """
+        return {**own_names(POLICY, self.prefixes), **self.spellings.modules()}
 
     def get(self, name: str) -> TensorMeta | None:
         """The tensor that what is sent by ``name`` belongs to."""
         return self.tensors.get(self.aliases.get(name, name))
 
     def of(self, component: str) -> WantedWeights:
-        """Its part of them, under its own names; an adapter's begin as the policy's do."""
-        model = component if adapter_of(component) is None else POLICY
+        """Its part of them, under its own names; an adapter's begin as ``adapter_prefixes`` say."""
+        is_model = adapter_of(component) is None
         return replace(
             self,
             tensors={
@@ -65,7 +68,7 @@ class WantedWeights:
                 if component_of(name) == component
             },
             aliases=own_names(component, self.aliases),
-            prefixes=own_names(model, self.prefixes),
+            prefixes=own_names(component, self.prefixes) if is_model else self.adapter_prefixes,
             spelled=[
                 replace(slot, source=own_name(slot.source), param=own_name(slot.param))
                 for slot in self.spelled
@@ -76,4 +79,18 @@ class WantedWeights:
                 for name, scheme in self.schemes.items()
                 if component_of(name) == component
             },
+        )
+
+    def beside(self, others: Collection[str]) -> WantedWeights:
+        """What a policy's source may send where others send the components ``others``; by the names
+        of the update.
+        """
+        return replace(
+            self,
+            tensors={n: meta for n, meta in self.tensors.items() if component_of(n) not in others},
+            prefixes={
+                prefix: "" if component_of(own) in others else own
+                for prefix, own in self.prefixes.items()
+            },
+            spelled=[slot for slot in self.spelled if component_of(slot.param) not in others],
         )

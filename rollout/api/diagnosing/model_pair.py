@@ -20,6 +20,7 @@ from rollout.models.config.overrides import overridden
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.trainer.lockstep import agreed_source
 from rollout.weight_sync.trainer.sources.detect import detect
+from rollout.weights.components import POLICY, component_of
 from rollout.wire.frames import dtype_from_name
 
 
@@ -88,7 +89,8 @@ def rebuilt_model(
             f"diagnose compares layers of models that run natively: {config.architecture} does "
             "not, or has recurrent layers; `rollout check --against` compares its weights"
         )
-    model.load_weights(tensors_of(reference, info, timeout))
+    tensors = tensors_of(reference, info, timeout)
+    model.load_weights((n, value) for n, value in tensors if component_of(n) == POLICY)
     return model
 
 

@@ -43,8 +43,10 @@ from rollout.models.forward import ForwardBatch, HiddenPages, VisualRows
 from rollout.models.model import Model
 from rollout.models.prediction.head import HeadBehind, PredictionHead
 from rollout.models.vision_lm import VisionCausalLM
+from rollout.models.weight_io.table import WeightTable
 from rollout.weights import LazyTensor, TensorMeta
 from rollout.weights.components import POLICY, component_of, own_name, qualified
+from rollout.weights.names import placed
 from rollout.wire.frames import Reply
 
 _THERE = ("visual", "expert_pages", "hidden_pages")  # of a batch, on the device already
@@ -454,7 +456,7 @@ class ModelRunner:
                     device=str(self.device),
                 )
                 opened.append(checkpoint)
-                stream = _named(component, stack.enter_context(checkpoint))
+                stream = _named(component, stack.enter_context(checkpoint), model.table)
                 if self.config.trace_load:
                     stream = traced(stream, checkpoint, model.table, self.tp.rank)
                 streams.append(stream)
@@ -462,9 +464,14 @@ class ModelRunner:
             return sum(checkpoint.bytes_read for checkpoint in opened)
 
 
-def _named(component: str, checkpoint: Checkpoint) -> Iterator[tuple[str, LazyTensor]]:
+def _named(
+    component: str, checkpoint: Checkpoint, table: WeightTable
+) -> Iterator[tuple[str, LazyTensor]]:
+    """What a component's own files have of it."""
     for name, value in checkpoint.items():
-        yield qualified(component, name), value
+        sent = qualified(component, name)
+        if component_of(placed(sent, table.prefixes) or sent) == component:
+            yield sent, value
 
 
 def _summed(states: Tensor, sums: Tensor) -> Tensor:

@@ -130,9 +130,11 @@ def check_weights(obj: Any, *, connect: Callable[[], CheckLink], timeout: float)
             if by_boxes:
                 reports = group.collect_rows(reports[0], timeout, "digests")
             live, held = _live_digests(connect(), info, timeout)
-            held = {n: v for n, v in held.items() if component_of(n) in found.components}
+            mine = stats.add_up(reports)
+            sent = {*source.components, *map(component_of, mine)}
+            held = {n: v for n, v in held.items() if component_of(n) in sent}
             compared = {"version": live.version, "epoch": live.epoch}
-            return {**compared, **_verdict(stats.add_up(reports), info, held)}
+            return {**compared, **_verdict(mine, info, held)}
 
         if by_boxes and not group.is_sender:
             group.collect_rows(stats.report(), timeout, "digests")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from rollout.weight_sync.trainer.sources.kinds import (
 from rollout.weight_sync.trainer.sources.names import Naming, held_by
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weights.adapters import AdapterSpec
-from rollout.weights.components import POLICY, adapter_of, check_components
+from rollout.weights.components import POLICY, adapter_of, check_components, component_of
 from rollout.weights.names import file_form, placed
 from rollout.weights.wanted import WantedWeights
 
@@ -96,10 +96,11 @@ class Detected:
         """
         if self.parts:
             group = group if group is not None else self.rank_group(timeout)
+            names = {component for component, _ in self.parts}
             sources = {}
-            for component, part in self.parts:
-                own = wanted.of(component) if len(part.components) == 1 else wanted
-                sources[component] = part.source(own, group=group, partial=partial)
+            for name, part in self.parts:
+                own = wanted.beside(names - {POLICY}) if name == POLICY else wanted.of(name)
+                sources[name] = part.source(own, group=group, partial=partial)
             return together(sources, group)
         if self.kind == "source":
             source: WeightSource = self.obj
@@ -128,16 +129,18 @@ class Detected:
         models = [part for part in self.components if adapter_of(part) is None]
         check_components(models, info.components)
         wanted = info.wanted
-        if len(models) < len(self.components):
-            wanted = replace(wanted, prefixes=wanted.adapter_prefixes)
         adapters = {
-            name: part.spec(wanted.prefixes)
+            name: part.spec(wanted.adapter_prefixes)
             for component, part in self.parts
             if (name := adapter_of(component)) is not None
         }
         check_adapters(adapters, info, wanted)
         source = self.source(wanted, group=group, partial=partial)
-        return Incoming(source, wanted, self.components, adapters, self.merged)
+        components = self.components
+        if POLICY in components and len(info.components) > 1:  # of which it may send some, too
+            told = (component_of(meta.name) for meta in source.metadata() or ())
+            components = tuple(dict.fromkeys((*components, *told)))
+        return Incoming(source, wanted, components, adapters, self.merged)
 
     @property
     def merged(self) -> tuple[str, ...]:
