@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollout.config import HEAD
 from rollout.errors import ConfigError
 from rollout.integrations.verl_checkpoint import NAME
 
@@ -23,13 +24,7 @@ def check_section(config: Any) -> None:
             f"rollout.logprobs_mode={mode}: answers have logprobs, not logits; set "
             "processed_logprobs (of the distribution that is sampled) or raw_logprobs"
         )
-    mtp, qat = getattr(config, "mtp", None), getattr(config, "qat", None)
-    if mtp and mtp.get("enable", False) and mtp.get("enable_rollout", False):
-        raise ConfigError(
-            "rollout.mtp: what the trainer learns of the prediction head does not reach this "
-            "engine; set actor_rollout_ref.model.mtp.enable_rollout=False (engine_kwargs.rollout "
-            "with draft_component=mtp drafts by the head as the checkpoint has it)"
-        )
+    qat = getattr(config, "qat", None)
     if qat and qat.get("enable", False):
         raise ConfigError(
             "rollout.qat: the quantised weights that it trains for are not those of this engine; "
@@ -52,6 +47,14 @@ def engine_settings(config: Any, longest: int) -> dict[str, Any]:
         "deterministic": config.full_determinism,
         "cuda_graphs": "off" if config.enforce_eager else None,
         "cuda_graph_sizes": tuple(config.cudagraph_capture_sizes or ()),
+        **_drafts(getattr(config, "mtp", None)),
     }
     own = (config.engine_kwargs or {}).get(NAME) or {}
     return {key: value for key, value in {**settings, **own}.items() if value is not None}
+
+
+def _drafts(mtp: Any) -> dict[str, Any]:
+    """By the release's own head, which comes among the weights of a trainer that has it."""
+    if not (mtp and mtp.get("enable", False) and mtp.get("enable_rollout", False)):
+        return {}
+    return {"draft_component": HEAD, "num_speculative_tokens": mtp.get("num_speculative_tokens", 1)}

@@ -11,6 +11,7 @@ import pytest
 from clients.install import folder
 from frameworks.jobs import run
 from safetensors.torch import load_file, save_file
+from tiny_heads import write_release
 from tiny_models import write_tiny
 
 from rollout import Rollout
@@ -82,7 +83,6 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
     assert "a replica of 4 ranks spans 2 nodes" in unfit["nodes"]
     assert "set reward.reward_model.rollout.name=vllm or sglang" in unfit["reward"]
     assert "rollout.logprobs_mode=raw_logits: " in unfit["logits"]
-    assert "model.mtp.enable_rollout=False" in unfit["mtp"]
     assert "qat.enable=False" in unfit["qat"]
     assert unfit["fits"] is None
     assert got["followed"] == {
@@ -92,7 +92,31 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
         "deterministic": [False, True],
         "cuda_graphs": [None, "off"],
         "cuda_graph_sizes": [[], [1, 8]],
+        "draft_component": [None, "mtp"],
+        "num_speculative_tokens": [None, 3],
     }
+
+
+@pytest.mark.more
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("ray_alone")
+@pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
+def test_a_head_that_verl_sends_with_the_model_drafts(tmp_path: Path) -> None:
+    """``mtp.enable_rollout``: by its naive engine, asleep before, and by ours."""
+    for seed, name in enumerate("ab"):
+        write_release(tmp_path / name, "deepseek_v3", seed=seed)
+    got = run("verl_head_job.py", tmp_path / "a", tmp_path / "b", over=CLIENT)[-1]
+    asked = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    with Rollout(str(tmp_path / "b"), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+        [output] = rollout.generate([[5, 6, 7] * 3], asked)
+    for row in got["naive"], got["apart"]:
+        assert row["components"] == ["mtp", "policy"]
+        assert row["differing"] == []
+        assert row["token_ids"] == output.outputs[0].token_ids
+        assert row["drafted"] > 0
+    # A trainer that has no head leaves it as it was.
+    assert got["without"]["components"] == ["policy"]
+    assert got["without"]["differing"] == []
 
 
 @pytest.mark.more

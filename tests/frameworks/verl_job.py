@@ -81,7 +81,6 @@ def unfit():
     found |= {f"worker's {name}": refused("worker", said) for name, said in shaped.items()}
     found["nodes"] = refused(said=of_several, gpus_per_node=2)
     found["logits"] = refused(said=replace(config, logprobs_mode="raw_logits"))
-    found["mtp"] = refused(said=replace(config, mtp=MtpConfig(enable=True, enable_rollout=True)))
     found["qat"] = refused(said=replace(config, qat={"enable": True}))
     return found | {"reward": refused(is_reward_model=True), "fits": refused()}
 
@@ -92,6 +91,7 @@ def followed():
         config, tensor_model_parallel_size=2, expert_parallel_size=2, quantization="fp8",
         max_num_batched_tokens=64, full_determinism=True, enforce_eager=True,
         cudagraph_capture_sizes=[1, 8],
+        mtp=MtpConfig(enable=True, enable_rollout=True, num_speculative_tokens=3),
     )  # fmt: skip
     return {
         name: [engine_settings(one, 480).get(name) for one in (config, said)]
@@ -102,6 +102,8 @@ def followed():
             "deterministic",
             "cuda_graphs",
             "cuda_graph_sizes",
+            "draft_component",
+            "num_speculative_tokens",
         )
     }
 

@@ -1,0 +1,97 @@
+"""verl's configuration and its two ways of weights, with a head among them; prints one JSON object.
+
+python verl_head_job.py MODEL OTHER_MODEL      both of one architecture, with prediction heads
+"""
+
+import asyncio
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "rollout.integrations.verl"
+os.environ.update(RANK="0", RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_DASHBOARD="1")
+
+import ray
+import torch
+from safetensors.torch import load_file
+from verl.workers.config import RolloutConfig
+from verl.workers.config.model import MtpConfig
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from rollout import Rollout
+from rollout.integrations.verl_checkpoint import TransportEngine
+from rollout.models.config.model import ModelConfig
+
+torch.set_num_threads(1)
+model, other = sys.argv[1:]
+old, new = (load_file(f"{path}/model.safetensors") for path in (model, other))
+config = RolloutConfig(
+    name="rollout", mode="async", prompt_length=32, response_length=64, dtype="float32",
+    tensor_model_parallel_size=1, max_num_seqs=16, max_num_batched_tokens=256, load_format="dummy",
+    engine_kwargs={"rollout": {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64}},
+    free_cache_engine=True, mtp=MtpConfig(enable=True, enable_rollout=True),
+)  # fmt: skip
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """In the place of a trainer's worker: the replica asks for its node."""
+
+
+async def course():
+    where = SimpleNamespace(path=model, local_path=model)
+    replica = RolloutReplicaRegistry.get("rollout")(0, config, where, gpus_per_node=1)
+    await replica.init_hybrid(SimpleNamespace(workers=[Worker.remote()]))
+    server = replica.server_handle
+    kind = get_rollout_class("rollout", "async")
+    adapter = kind.__new__(kind)
+    adapter.config, adapter.model_config = config, where
+    adapter.replica_rank, adapter.is_leader_rank = 0, True
+    adapter._server = adapter._rollout = None
+    reached = await server.reached_at.remote()
+    engine = TransportEngine(bucket_size=1 << 20, is_master=True)
+    engine.init_process_group([(server, *reached)])
+    client = Rollout.connect(*reached)
+    asked = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+
+    async def stream(weights):
+        for item in weights.items():
+            yield item
+
+    async def row(number, policy, head):
+        before = client.metrics().spec_draft_tokens_total
+        output = await server.generate.remote([5, 6, 7] * 3, dict(asked), f"r{number}")
+        return {
+            "components": sorted(client.receipts()[-1].components),
+            "differing": client.check_weights({"policy": policy, "mtp": head}).differing,
+            "token_ids": output.token_ids,
+            "drafted": client.metrics().spec_draft_tokens_total - before,
+        }
+
+    found = {}
+    await adapter.update_weights(iter(old.items()), global_steps=1)
+    await adapter.release()
+    await adapter.resume(["weights"])
+    await adapter.update_weights(stream(new), global_steps=2)
+    await adapter.resume(["kv_cache"])
+    found["naive"] = await row(1, new, new)
+    further = ModelConfig.from_directory(model).further_prefixes
+    policy = {name: tensor for name, tensor in old.items() if not name.startswith(further)}
+    await engine.send_weights(iter(policy.items()), global_steps=3)
+    found["without"] = await row(2, old, new)
+    await engine.send_weights(stream(new), global_steps=4)
+    found["apart"] = await row(3, new, new)
+    for one in (adapter._rollout, client):
+        one.shutdown()
+    engine._close()
+    await server.shutdown.remote()
+    return found
+
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+try:
+    print(json.dumps(asyncio.run(course())), flush=True)
+finally:
+    ray.shutdown()
