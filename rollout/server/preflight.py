@@ -24,7 +24,7 @@ from rollout.engine.memory_plan import (
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.worker.cuda_graphs import check_graphs
-from rollout.engine.worker.held_component import HeldComponent
+from rollout.engine.worker.held_component import HeldComponent, head_behind
 from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.state_cache import StateShape
 from rollout.errors import ConfigError, WeightMismatch, some
@@ -133,6 +133,8 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     if config.kv_cache_dtype != "auto":
         check_kv_codes(_model(config, found, dtype), config.kv_cache_dtype)
     beside = {name: _Beside.of(config, found, dtype, name) for name in config.components}
+    if (name := config.draft_component) is not None:
+        head_behind(name, beside[name].models[0], _model(config, found, dtype).policy)
     kv = _pages(config, model, dtype, beside)
     examined = _examined(config, found, dtype, tables, kv, beside)
     told(examined)

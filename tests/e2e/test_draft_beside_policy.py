@@ -9,6 +9,7 @@ import torch
 from adapted_models import adapted
 from safetensors.torch import load_file, save_file
 from start_engines import outcome, start
+from tiny_heads import write_release
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
@@ -203,11 +204,25 @@ def test_a_model_without_a_head_is_told_so(tmp_path) -> None:
     write_tiny(tmp_path / "llama", "llama")
     for name, match in (("next", r"further tokens \(mtp\.\)"), ("llama", "has no such layers")):
         with pytest.raises(ConfigError, match=match):
-            HeldComponent.at("mtp", str(tmp_path / name), TensorParallel(), False)
+            HeldComponent.at("mtp", tmp_path / name, TensorParallel(), False)
     file = tmp_path / "next" / "model.safetensors"
     save_file(load_file(file) | head(0.5), file, {"format": "pt"})
-    found = HeldComponent.at("mtp", str(tmp_path / "next"), TensorParallel(), False)
+    found = HeldComponent.at("mtp", tmp_path / "next", TensorParallel(), False)
     assert {meta.name for meta in found.tensors} == set(head(0.5))
+
+
+def test_a_head_without_files_is_told_what_they_are_for(tmp_path) -> None:
+    """Its values are made up, its names are not."""
+    write_release(tmp_path, "glm4_moe")
+    settings = {"load_format": "dummy", "draft_component": "mtp", "num_speculative_tokens": 2}
+    with start(tmp_path, 1, **settings) as engine:
+        assert engine.generate([[5, 9, 20]], SamplingParams(max_tokens=4))[0].outputs[0].token_ids
+    (tmp_path / "model.safetensors").unlink()
+    told = (
+        "say which tensors its head has, .*'dummy' makes up.* put them there, or name a directory"
+    )
+    with pytest.raises(ConfigError, match=told):
+        start(tmp_path, 1, **settings)
 
 
 def test_a_component_that_cannot_be_is_refused_at_the_start(checkpoints, tmp_path) -> None:

@@ -52,7 +52,7 @@ class Release:
     def __init__(self, path: Path, oracle: OracleHead, length: int = 40) -> None:
         self.config, self.length = ModelConfig.from_directory(path), length
         self.weights = load_file(path / "model.safetensors")
-        self.held = HeldComponent.at("mtp", str(path), TensorParallel(), False)
+        self.held = HeldComponent.at("mtp", path, TensorParallel(), False)
         texts = [torch.tensor(ids) for ids in prompts(300, [n + 1 for n in LENGTHS])]
         self.following = [ids[1:].tolist() for ids in texts]
         self.before = [oracle.policy_states(ids[:-1]) for ids in texts]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny_heads import write_release
 from tiny_models import randomize, write_tiny
 
 from rollout import EngineConfig, Rollout, SamplingParams
@@ -313,3 +315,43 @@ def test_importing_what_serves_initialises_no_gpu():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+HOLDS_ALL = """
+import torch
+from torch import nn
+
+SHAPES = {shapes}
+
+
+class Glm4MoeForCausalLM(nn.Module):
+    def __init__(self, build, max_len):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.empty(shape)))
+
+    def load_weights(self, items):
+        parameters = dict(self.named_parameters())
+        for name, tensor in items:
+            parameters[name.replace(".", "_")].data.copy_(tensor)
+
+    def forward(self, batch, kv):
+        raise NotImplementedError
+
+
+MODULE_MAP = {{"Glm4MoeForCausalLM": Glm4MoeForCausalLM}}
+"""
+
+
+def test_a_head_of_a_class_from_elsewhere_is_refused_by_start_and_check_alike(tmp_path):
+    write_release(tmp_path, "glm4_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    (tmp_path / "holds_all.py").write_text(HOLDS_ALL.format(shapes=shapes))
+    settings = {"module_map": str(tmp_path / "holds_all.py"), **CPU, "num_speculative_tokens": 2}
+    told = []
+    for act in (Rollout, lambda model, **given: check(EngineConfig(model=model, **given))):
+        with pytest.raises(ConfigError, match="reads hidden states, which a model class from") as e:
+            act(str(tmp_path), draft_component="mtp", **settings)
+        told.append(str(e.value))
+    assert told[0] == told[1]

@@ -12,18 +12,20 @@ from torch import Tensor
 from rollout.config import HEAD
 from rollout.distributed import TensorParallel
 from rollout.errors import ConfigError
-from rollout.loader import open_location, resolve_component
+from rollout.loader import open_location
 from rollout.models.build import build_model
+from rollout.models.causal_lm import CausalLM
 from rollout.models.config.model import ModelConfig
 from rollout.models.config.reader import read_json
 from rollout.models.held_tensors import HeldTensors
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.prediction.eagle_head import MAPS, EagleFiles, is_eagle
-from rollout.models.prediction.head import HeadFiles
+from rollout.models.prediction.head import HeadBehind, HeadFiles, PredictionHead
 from rollout.models.prediction.mtp_head import MTPFiles
 from rollout.models.registry import Registry
 from rollout.weights import TensorMeta
+from rollout.weights.files import weight_files, why_none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,11 @@ class HeldComponent:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def at(cls, name: str, path: str | Path, tp: TensorParallel, expert_parallel: bool) -> Self:
-        """From a checkpoint directory (without a ``config.json``, if it has none) or a hub id.
+    def at(cls, name: str, directory: Path, tp: TensorParallel, expert_parallel: bool) -> Self:
+        """From a checkpoint directory (without a ``config.json``, if it has none).
 
         Of a model that is known here the one called ``mtp`` is the head that it comes with.
         """
-        directory = resolve_component(str(path))
         file = directory / "config.json"
         values = read_json(file) if file.is_file() else {}
         if _is_known(values, file):
@@ -69,6 +70,16 @@ class HeldComponent:
         """What a release has of layers that predict further tokens; its other tensors are passed
         over.
         """
+        if not weight_files(directory):
+            remedy = (
+                f": put them there, or name a directory that has them (components={{{HEAD!r}: "
+                f"DIR}}, --component {HEAD}=DIR)"
+            )
+            raise ConfigError(
+                f"component {HEAD!r}: the files of a release say which tensors its head has, also "
+                "where load_format='dummy' makes up their values, and "
+                f"{directory} has none{why_none(directory) or remedy}"
+            )
         own, found = config.further_prefixes, _tensors(directory)
         held = tuple(meta for meta in found if meta.name.startswith(own)) if own else ()
         if not held:
@@ -123,6 +134,20 @@ class HeldComponent:
             max_model_len=longest or 1,
             expert_parallel=beside.expert_parallel and self.config.moe is not None,
         )
+
+
+def head_behind(name: str, held: Model, policy: Model) -> HeadBehind | None:
+    """``held``, the component of this name, behind ``policy``, if it is a prediction head;
+    ``ConfigError`` where that gives it no states to read.
+    """
+    if not isinstance(held, PredictionHead):
+        return None
+    if not isinstance(policy, CausalLM):
+        raise ConfigError(
+            f"draft_component={name!r}: a prediction head reads hidden states, which a model class "
+            "from elsewhere does not give; leave it out"
+        )
+    return HeadBehind(held, policy)
 
 
 def _tensors(directory: Path) -> tuple[TensorMeta, ...]:

@@ -26,12 +26,11 @@ from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.engine.worker.draft_runner import DraftParts, DraftRunner
 from rollout.engine.worker.graph_sets import GraphSets, Part
 from rollout.engine.worker.head_runner import HeadRunner
-from rollout.engine.worker.held_component import HeldComponent
+from rollout.engine.worker.held_component import HeldComponent, head_behind
 from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.load_trace import traced
 from rollout.engine.worker.state_cache import StateCache, StateShape
 from rollout.engine.worker.weight_instances import ModelInstances
-from rollout.errors import ConfigError
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import Checkpoint, open_location
 from rollout.models.adapters.slots import AdapterSlots
@@ -41,7 +40,7 @@ from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, HiddenPages, VisualRows
 from rollout.models.model import Model
-from rollout.models.prediction.head import HeadBehind, PredictionHead
+from rollout.models.prediction.head import HeadBehind
 from rollout.models.vision_lm import VisionCausalLM
 from rollout.models.weight_io.table import WeightTable
 from rollout.weights import LazyTensor, TensorMeta
@@ -223,15 +222,8 @@ class ModelRunner:
 
         def part(instance: Model) -> Part:
             assert isinstance(instance, ComponentModels)
-            held, policy = instance.component(name), instance.policy
-            if not isinstance(held, PredictionHead):
-                return held
-            if not isinstance(policy, CausalLM):
-                raise ConfigError(
-                    f"draft_component={name!r}: a prediction head reads hidden states, which a "
-                    "model class from elsewhere does not give; leave it out"
-                )
-            return HeadBehind(held, policy)
+            held = instance.component(name)
+            return head_behind(name, held, instance.policy) or held
 
         shape = KVShape.of_draft(
             part(live).config,
