@@ -29,6 +29,8 @@ def main() -> None:
     arguments.add_argument("--async-scheduling", action="store_true")
     arguments.add_argument("--kv-cache-gib", type=float, default=2.0, help="as peer_vllm.py")
     arguments.add_argument("--kv-cache-dtype", default="auto")
+    arguments.add_argument("--quantization", default="auto")
+    arguments.add_argument("--cuda-graphs", default="auto")
     arguments.add_argument("--max-num-seqs", type=int, default=256)
     args = arguments.parse_args()
     run("rollout", args, lambda: started(args))
@@ -47,6 +49,8 @@ def started(args: Namespace) -> Iterator[Generate]:
         async_scheduling=args.async_scheduling or None,  # the device's default
         max_num_seqs=args.max_num_seqs,
         kv_cache_dtype=args.kv_cache_dtype,
+        quantization=args.quantization,
+        cuda_graphs=args.cuda_graphs,
         kv_cache_bytes=int(args.kv_cache_gib * 2**30),
         skip_tokenizer_init=True,
     ) as engine:

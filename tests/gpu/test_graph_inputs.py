@@ -16,6 +16,7 @@ from tiny_models import write_tiny
 from rollout import kernels
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.engine.worker.captured_parts import CapturedParts
 from rollout.engine.worker.cuda_graphs import padded_sizes, wants_graphs
 from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
 from rollout.engine.worker.graph_sets import GraphSets
@@ -113,6 +114,50 @@ def test_each_group_of_layers_has_slots_and_tables_of_its_own() -> None:
         assert torch.equal(seen.lasting_slots[:2], slots[-1])
     assert got.context_lens.tolist() == [7, 4, 1, 1]
     assert not inputs.fits(_batch(1, width=5))
+
+
+def test_inputs_have_what_some_models_have_beside_tokens() -> None:
+    """Padding has no slot of states, no adapter, and whatever a head read before."""
+    parts = CapturedParts(states=True, adapters=3, before=(2, torch.float32))
+    tiles = torch.tensor([[2, 0, 1], [0, 1, 2]], dtype=torch.int32)
+    batch = replace(
+        _batch(2),
+        state_slots=torch.tensor([4, 0], dtype=torch.int32),
+        adapter_rows=torch.tensor([1, 0], dtype=torch.int32),
+        adapter_tiles=tiles,
+        before=torch.ones(2, 2),
+    )
+    decodes, shape = DecodeInputs(6, 4, CPU, parts=parts), PrefillShape(16, 3)
+    prompts = PrefillInputs(*shape, 4, CPU, parts=parts)
+    for empty in (decodes.batch(6), prompts.batch(shape)):
+        assert set(empty.state_slots.tolist()) == {-1}
+        assert not empty.adapter_tiles.any()
+    decodes.fill(batch, 4)
+    prompts.fill(batch, shape)
+    for got, rows in ((decodes.batch(4), 4), (prompts.batch(shape), 3)):
+        assert got.state_slots.tolist() == [4, 0, -1, -1][:rows]
+        assert got.adapter_rows[:2].tolist() == [1, 0]
+        assert torch.equal(got.adapter_tiles[:2], tiles)
+        assert not got.adapter_tiles[2:].any()
+        assert torch.equal(got.before[:2], torch.ones(2, 2))
+    decodes.left(2).fill_(5)
+    decodes.fill(replace(batch, adapter_rows=None, adapter_tiles=None, before=decodes.left(2)), 4)
+    assert not decodes.batch(4).adapter_tiles.any()
+    assert (decodes.batch(4).before[:2] == 5).all()
+    for missing in ("state_slots", "before"):
+        other = replace(batch, **{missing: None})
+        assert not decodes.fits(other)
+        assert prompts.shape_of(other) is None
+
+
+def test_each_adapter_of_a_step_has_a_tile_for_its_rest() -> None:
+    for adapters in (1, 2, 5):
+        parts = CapturedParts(adapters=adapters)
+        for tokens in range(1, 70):
+            [*_, (room, _)] = (size for size, _ in parts.fields(tokens, 1).values())
+            used = min(adapters, tokens)
+            sizes = [1] * (used - 1) + [tokens - used + 1]
+            assert sum(-(-size // 16) for size in sizes) <= room <= tokens
 
 
 def _grouped(groups: int) -> ForwardBatch:

@@ -51,6 +51,11 @@ class CapturedParts:
         told_of = batch.state_slots is not None, batch.before is not None
         return bool(plain and adapts and has == told_of)
 
+    def clear(self, memory: InputMemory) -> None:
+        """All is padding."""
+        if self.states:
+            memory.host["state_slots"][...] = -1
+
     def fill(self, memory: InputMemory, batch: ForwardBatch, tokens: int, sequences: int) -> None:
         """Of a step that is padded to so many."""
         host = memory.host

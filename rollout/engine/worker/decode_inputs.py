@@ -58,6 +58,7 @@ class DecodeInputs:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(rows, device=device)
         self._clear(0, rows)
+        self._parts.clear(self._memory)
         self._memory.move(self._last)
 
     def fits(self, batch: ForwardBatch) -> bool:

@@ -84,6 +84,7 @@ class PrefillInputs:
         self._memory = InputMemory(fields, sequences, max_blocks, device, groups, there)
         self._every = torch.arange(tokens, device=device)
         self._memory.host["slot_mapping"][...] = -1
+        self._parts.clear(self._memory)
         self._memory.move(self._last)
 
     def shape_of(self, batch: ForwardBatch) -> tuple[int, bool] | None:
