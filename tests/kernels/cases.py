@@ -547,9 +547,12 @@ def lora(
     inputs: int = 70,
     rank: int = 5,
     slots: int = 4,
+    padding: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Any, ...]:
-    """Arguments of ``lora_linear``: ``groups``: tokens of slots 3, 2, 1 ..., others have none."""
+    """Arguments of ``lora_linear``: ``groups``: tokens of slots 3, 2, 1 ..., others have none;
+    ``padding``: tiles of no rows, as captured steps have them.
+    """
     count, bounds = sum(groups), [0]
     for size in parts:
         bounds.append(bounds[-1] + size)
@@ -559,6 +562,7 @@ def lora(
         for start in range(at, at + size, 16):
             tiles.append((slots - 1 - group, start, min(start + 16, at + size)))
         at += size
+    tiles += [(0, 0, 0)] * padding
     y = _randn(count + 2, bounds[-1] + 3).to(dtype)[:, : bounds[-1]]
     x = _randn(count + 2, inputs + 2, seed=1).to(dtype)[:, :inputs]
     a = _randn(slots, len(parts), rank, inputs, seed=2) / inputs**0.5
@@ -572,7 +576,7 @@ def lora(
 def _adapters() -> Iterator[Case]:
     shapes: list[tuple[list[int], dict[str, Any]]] = [
         ([1], {}),
-        ([2, 3, 1], {"parts": (33, 8, 15)}),
+        ([2, 3, 1], {"parts": (33, 8, 15), "padding": 2}),
         ([], {}),
         ([17, 40], {"parts": (300, 16), "inputs": 129, "rank": 16}),
         ([4, 4, 4], {"parts": (64,), "inputs": 64, "rank": 8}),

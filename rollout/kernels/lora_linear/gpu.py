@@ -50,33 +50,37 @@ def _down(
     x, a, scales, rows, tiles, work, x_row, inputs, parts, rank,
     ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
-    """work [row, part] = scale * x A^T, of one tile and part."""
+    """work [row, part] = scale * x A^T, of one tile, which may have no rows, and part."""
     tile, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles + tile * 3).to(tl.int64)
-    index = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
-    live = index < tl.load(tiles + tile * 3 + 2)
-    row = tl.load(rows + index, mask=live, other=0).to(tl.int64)
-    place = slot * parts + part
-    r = tl.arange(0, RANK)
-    total = tl.zeros((ROWS, RANK), dtype=tl.float32)
-    for start in range(0, inputs, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        inside = k < inputs
-        values = tl.load(
-            x + row[:, None] * x_row + k[None, :], mask=live[:, None] & inside[None, :], other=0.0
+    begin, stop = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    if begin < stop:
+        index = begin + tl.arange(0, ROWS)
+        live = index < stop
+        row = tl.load(rows + index, mask=live, other=0).to(tl.int64)
+        place = slot * parts + part
+        r = tl.arange(0, RANK)
+        total = tl.zeros((ROWS, RANK), dtype=tl.float32)
+        for start in range(0, inputs, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            inside = k < inputs
+            values = tl.load(
+                x + row[:, None] * x_row + k[None, :],
+                mask=live[:, None] & inside[None, :],
+                other=0.0,
+            )
+            weights = tl.load(
+                a + (place * rank + r[None, :]) * inputs + k[:, None],
+                mask=(r < rank)[None, :] & inside[:, None],
+                other=0.0,
+            )
+            total = multiply(values, weights, total, IEEE)
+        total *= tl.load(scales + place)
+        tl.store(
+            work + (index.to(tl.int64)[:, None] * parts + part) * rank + r[None, :],
+            total,
+            mask=live[:, None] & (r < rank)[None, :],
         )
-        weights = tl.load(
-            a + (place * rank + r[None, :]) * inputs + k[:, None],
-            mask=(r < rank)[None, :] & inside[:, None],
-            other=0.0,
-        )
-        total = multiply(values, weights, total, IEEE)
-    total *= tl.load(scales + place)
-    tl.store(
-        work + (index.to(tl.int64)[:, None] * parts + part) * rank + r[None, :],
-        total,
-        mask=live[:, None] & (r < rank)[None, :],
-    )
 
 
 @triton.jit
@@ -87,9 +91,10 @@ def _up(
     """y += work B, of one tile and a block of one part's outputs."""
     tile = tl.program_id(0)
     slot = tl.load(tiles + tile * 3).to(tl.int64)
-    if tl.load(scales + slot * parts + part) != 0.0:
-        index = tl.load(tiles + tile * 3 + 1) + tl.arange(0, ROWS)
-        live = index < tl.load(tiles + tile * 3 + 2)
+    begin, stop = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    if tl.load(scales + slot * parts + part, mask=begin < stop, other=0.0) != 0.0:
+        index = begin + tl.arange(0, ROWS)
+        live = index < stop
         row = tl.load(rows + index, mask=live, other=0).to(tl.int64)
         column = first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < last
