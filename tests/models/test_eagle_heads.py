@@ -279,6 +279,23 @@ def test_a_kind_that_does_not_run_is_held_alone(
         held.longest("draft", 40)
 
 
+def test_one_under_its_models_name_is_no_whole_model(
+    trained: dict[str, Trained], tmp_path: Path
+) -> None:
+    """As heads of EAGLE 1 and 2 are, which have the model's vocabulary."""
+    one = trained["llama"]
+    tensors = {"midlayer.hidden_norm.weight": None}
+    head = changed(one, tmp_path / "head", {"architectures": ["LlamaForCausalLM"]}, tensors)
+    values = json.loads((head / "config.json").read_text())
+    del values["draft_vocab_size"]
+    (head / "config.json").write_text(json.dumps(values))
+    held = HeldComponent.at("draft", head, TensorParallel(), False)
+    policy, _ = one.on(TensorParallel())
+    assert isinstance(held.build(policy.build), HeldTensors)
+    with pytest.raises(ConfigError, match=r"'draft' .*is not EAGLE-3's"):
+        held.longest("draft", 40)
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "told"),
     [

@@ -162,4 +162,6 @@ def _is_known(values: Mapping[str, Any], file: Path) -> bool:
     names = values.get("architectures") or []
     if not isinstance(names, list):
         raise ConfigError(f"{file}: architectures must be a list, got {names!r:.80}")
-    return "draft_vocab_size" not in values and Registry().knows([str(name) for name in names])
+    if "draft_vocab_size" in values or not Registry().knows([str(name) for name in names]):
+        return False
+    return not (weight_files(file.parent) and is_eagle(_tensors(file.parent)))
