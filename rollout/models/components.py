@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Self
@@ -25,7 +25,8 @@ class ComponentModels(Model):
     whoever reads them, or runs one beside it.
     Their tensors, aliases and prefixes are in ``table`` as ``component:name``, their parameters as
     ``component.name``. What comes among the policy's tensors and is none of them goes to the
-    component that takes it by that name: its own head of multi-token prediction.
+    component that takes it by that name and ``comes_with_policy``: its own head of multi-token
+    prediction, where that runs.
     """
 
     def __init__(self, policy: Model, others: Mapping[str, Model]) -> None:
@@ -33,7 +34,9 @@ class ComponentModels(Model):
         self._models: dict[str, Model] = {POLICY: policy, **others}
         for component, model in self._models.items():
             self.add_module(f"component_{component}", model)
-        self.table = _merged({name: model.table for name, model in self._models.items()})
+        tables = {name: model.table for name, model in self._models.items()}
+        along = [name for name, model in others.items() if model.comes_with_policy]
+        self.table = _merged(tables, along)
         self.eval()
 
     @property
@@ -91,7 +94,8 @@ class ComponentModels(Model):
         return self._models[component].owner.get_parameter(name).data
 
 
-def _merged(tables: Mapping[str, WeightTable]) -> WeightTable:
+def _merged(tables: Mapping[str, WeightTable], along: Iterable[str]) -> WeightTable:
+    """``along``: the components whose tensors may come among the policy's."""
     slots = {
         qualified(component, source): tuple(_merged_slot(component, slot) for slot in found)
         for component, table in tables.items()
@@ -111,21 +115,21 @@ def _merged(tables: Mapping[str, WeightTable]) -> WeightTable:
                 for s in table.spellings.told
             ],
         ),
-        prefixes=_merged_prefixes(tables),
+        prefixes=_merged_prefixes(tables, along),
         quantized={_merged_slot(POLICY, slot): row for slot, row in policy.quantized.items()},
         pending=policy.pending,
         digests=f"{POLICY}.{policy.digests}",
     )
 
 
-def _merged_prefixes(tables: Mapping[str, WeightTable]) -> dict[str, str]:
-    """Of all, as an update has them; before those what the policy passes over and another takes."""
+def _merged_prefixes(tables: Mapping[str, WeightTable], along: Iterable[str]) -> dict[str, str]:
+    """Of all, as an update has them; before those what the policy passes over and others take."""
     passed = tuple(prefix for prefix, own in tables[POLICY].prefixes.items() if not own)
     merged: dict[str, str] = {}
-    for component, table in tables.items():
-        taken = {prefix: own for prefix, own in table.prefixes.items() if prefix.startswith(passed)}
-        if any(taken.values()):
-            merged |= {p: qualified(component, own) if own else "" for p, own in taken.items()}
+    for component in along:
+        for prefix, own in tables[component].prefixes.items():
+            if prefix.startswith(passed):
+                merged[prefix] = qualified(component, own) if own else ""
     for component, table in tables.items():
         for prefix, own in qualified_names(component, table.prefixes).items():
             merged.setdefault(prefix, own)

@@ -38,6 +38,7 @@ class Model(nn.Module):
 
     table: WeightTable
     gives_hidden_states = False
+    comes_with_policy = False  # of a component: its tensors may come among the policy's
     captures_prompts = False  # whether a graph can hold ``hidden_states`` of a step with prompts
     constants: Mapping[str, Tensor] = MappingProxyType({})  # of its files: saved, never updated
     sparse_layers: tuple[bool, ...] = ()  # for each layer whether it has experts that can be told

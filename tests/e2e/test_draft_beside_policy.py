@@ -16,6 +16,7 @@ from rollout import Rollout, SamplingParams
 from rollout.distributed import TensorParallel
 from rollout.engine.worker.held_component import HeldComponent
 from rollout.errors import ConfigError, EngineBroken, WeightMismatch
+from rollout.models.config.model import ModelConfig
 from rollout.testing.faults import Fault, Faulty
 
 
@@ -196,6 +197,22 @@ def test_the_head_that_a_release_comes_with_is_a_component_of_it(tmp_path) -> No
         with pytest.raises(WeightMismatch, match=rf"mtp:{name} has shape \(3,\)"):
             engine.update_weights({"policy": second["policy"], "mtp": wrong})
         assert engine.check_weights(first).equal
+
+
+def test_a_head_that_is_merely_held_stays_where_one_is_sent_among_the_policys_tensors(
+    tmp_path: Path,
+) -> None:
+    """Trainers do not have the copies that its files may have of the policy's own tensors."""
+    write_release(tmp_path, "glm4_moe", copies=True)
+    held = weights(tmp_path)
+    [root] = ModelConfig.from_directory(tmp_path).further_prefixes
+    copied = f"{root}embed_tokens.", f"{root}shared_head.head."
+    sent = {name: t + 1 for name, t in held.items() if not name.startswith(copied)}
+    assert len(sent) == len(held) - 2
+    with start(tmp_path, 1, components={"mtp": str(tmp_path)}) as engine:
+        for tensors in (sent, iter(sent.items())):
+            assert set(engine.update_weights(tensors).components) == {"policy"}
+        assert engine.check_weights({"policy": sent, "mtp": held}).equal
 
 
 def test_a_model_without_a_head_is_told_so(tmp_path) -> None:

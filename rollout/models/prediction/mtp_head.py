@@ -56,6 +56,7 @@ class MTPHead(PredictionHead):
     """
 
     told = "prediction head"
+    comes_with_policy = True
 
     def __init__(
         self,
