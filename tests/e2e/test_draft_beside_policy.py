@@ -15,7 +15,7 @@ from tiny_models import write_tiny
 from rollout import Rollout, SamplingParams
 from rollout.distributed import TensorParallel
 from rollout.engine.worker.held_component import HeldComponent
-from rollout.errors import ConfigError, EngineBroken, WeightMismatch
+from rollout.errors import ConfigError, EngineBroken, SourceFailed, WeightMismatch
 from rollout.models.config.model import ModelConfig
 from rollout.testing.faults import Fault, Faulty
 
@@ -213,6 +213,10 @@ def test_a_head_that_is_merely_held_stays_where_one_is_sent_among_the_policys_te
         for tensors in (sent, iter(sent.items())):
             assert set(engine.update_weights(tensors).components) == {"policy"}
         assert engine.check_weights({"policy": sent, "mtp": held}).equal
+        alone = {name: t for name, t in held.items() if name.startswith(root)}
+        for tensors in (alone, iter(alone.items())):
+            with pytest.raises(SourceFailed, match=rf"passes over {root}.*draft_component='mtp'"):
+                engine.update_weights(tensors, partial=True)
 
 
 def test_a_model_without_a_head_is_told_so(tmp_path) -> None:

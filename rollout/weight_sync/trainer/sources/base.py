@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from rollout.errors import SourceFailed
+from rollout.errors import SourceFailed, some
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights import Box, Shape, TensorMeta
@@ -117,6 +117,15 @@ class AtHandSource(StayingSource, Protocol):
         ...
 
 
+def none_is_taken(what: str, names: Sequence[str]) -> SourceFailed:
+    """``names``: of the tensors of a source, ``what``, none of which has to be sent."""
+    return SourceFailed(
+        f"of {what} nothing can be sent{_on_rank()}: the engine passes over {some(names)}; a "
+        "release's head goes to an engine that drafts by it (draft_component='mtp'), or, as "
+        "{'mtp': tensors}, to one that holds it"
+    )
+
+
 class BoundSource:
     """What the sources of modules share: tensors under the names that the engine knows."""
 
@@ -128,11 +137,13 @@ class BoundSource:
         agreement: RankGroup,
     ) -> None:
         self.agreement, self._naming = agreement, naming
-        self._bound = naming.bind(items)
+        held = list(items)
+        self._bound = naming.bind(held)
         if not self._bound:
-            raise SourceFailed(
-                f"{type(weights).__name__} holds no tensor; nothing can be sent{_on_rank()}"
-            )
+            kind = type(weights).__name__
+            if held:
+                raise none_is_taken(kind, [name for name, _ in held])
+            raise SourceFailed(f"{kind} holds no tensor; nothing can be sent{_on_rank()}")
 
     def metadata(self) -> tuple[TensorMeta, ...]:
         return tuple(

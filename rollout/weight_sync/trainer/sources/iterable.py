@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollout.errors import SourceFailed, WeightMismatch
 from rollout.weight_sync.trainer.rank_group import RankGroup
+from rollout.weight_sync.trainer.sources.base import none_is_taken
 from rollout.weight_sync.trainer.sources.codes import with_codes
 from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weight_sync.trainer.sources.pairs import pair_of
@@ -30,11 +31,13 @@ class IterableSource:
         return None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        count = 0
-        bound = self._naming.bind_stream(_checked(self._items))
+        count, came = 0, list[str]()
+        bound = self._naming.bind_stream(_checked(self._items, came))
         for name, tensor in with_codes(bound, self._naming):
             count += 1
             yield name, tensor.to(self._naming.dtype_of(name, tensor.dtype))
+        if not count and came:
+            raise none_is_taken("the iterable", came)
         if not count:
             raise SourceFailed("the iterable yielded no tensor; was the generator used up before?")
 
@@ -71,12 +74,14 @@ def _alone(name: str, tensor: Any) -> Tensor:
     return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
-def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+def _checked(items: Iterable[Any], came: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """``came`` takes the names."""
     last = ""
     try:
         for item in items:
             name, tensor = pair_of(item, f"after {last}: " if last else "at the start: ")
             last = repr(name)
+            came.append(name)
             yield name, readable(name, _alone(name, tensor))
     except (SourceFailed, WeightMismatch):
         raise
