@@ -81,6 +81,15 @@ class WantedWeights:
             },
         )
 
+    @property
+    def routed(self) -> list[str]:
+        """The components whose tensors a policy's stream may have, too."""
+        return [
+            component_of(own)
+            for prefix, own in self.prefixes.items()
+            if component_of(prefix) == POLICY != component_of(own)
+        ]
+
     def beside(self, others: Collection[str]) -> WantedWeights:
         """What a policy's source may send where others send the components ``others``; by the names
         of the update.

@@ -18,7 +18,7 @@ from tiny_models import write_tiny
 from torch import Tensor
 
 from rollout import Rollout
-from rollout.errors import EngineBroken, WeightMismatch
+from rollout.errors import WeightMismatch
 from rollout.models.config.model import ModelConfig
 
 Weights = dict[str, Tensor]
@@ -160,14 +160,13 @@ def test_changes_alone_are_sent_of_both(served: Served) -> None:
     assert served.live(changed, changed)
 
 
-def test_after_its_weights_were_dropped_a_stream_has_to_say_that_a_head_comes(
-    served: Served,
-) -> None:
-    engine, (_, new) = served.engine, served.weights
-    draft = load_file(served.draft / "model.safetensors")
+def test_after_its_weights_were_dropped_a_stream_has_to_have_a_head(served: Served) -> None:
+    engine, (old, new) = served.engine, served.weights
+    draft, policy = load_file(served.draft / "model.safetensors"), served.part(new, head=False)
     engine.sleep(level=2)
     engine.wake_up()
-    with pytest.raises(EngineBroken, match="full update of policy and draft and mtp"):
-        engine.update_weights({"policy": iter(new.items()), "draft": draft})
-    engine.update_weights({"policy": new, "draft": draft})
+    with pytest.raises(WeightMismatch, match=r"not initialized .*mtp:"):
+        engine.update_weights({"policy": iter(policy.items()), "draft": draft})
+    engine.update_weights({"policy": iter(new.items()), "draft": draft})
     assert served.live(new, new)
+    assert not served.live(old, old)

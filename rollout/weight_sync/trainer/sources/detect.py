@@ -138,7 +138,11 @@ class Detected:
         source = self.source(wanted, group=group, partial=partial)
         components = self.components
         if POLICY in components and len(info.components) > 1:  # of which it may send some, too
-            told = (component_of(meta.name) for meta in source.metadata() or ())
+            known = source.metadata()
+            if known is not None:
+                told = [component_of(meta.name) for meta in known]
+            else:  # where all have to come, a stream has to have what it may have
+                told = wanted.routed if info.state == "broken" else []
             components = tuple(dict.fromkeys((*components, *told)))
         return Incoming(source, wanted, components, adapters, self.merged)
 
