@@ -127,6 +127,7 @@ class Course:
                 continue
             changed = self.trained(name, paths[name])
             partial = components == ("policy",) and self.is_synced and self.draw.random() < 0.3
+            partial &= bool(changed)  # of nothing nothing can be sent
             sources[name] = self.source_of(name, paths[name], changed if partial else None)
             self.is_synced |= name == "policy"
         is_bare = components == ("policy",) and self.draw.random() < 0.6
