@@ -3,8 +3,6 @@
 python verl_head_job.py MODEL OTHER_MODEL      both of one architecture, with prediction heads
 """
 
-import asyncio
-import json
 import os
 import sys
 from types import SimpleNamespace
@@ -12,13 +10,11 @@ from types import SimpleNamespace
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "rollout.integrations.verl"
 os.environ.update(RANK="0", RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_DASHBOARD="1")
 
-import ray
 import torch
 from safetensors.torch import load_file
 from verl.workers.config import RolloutConfig
 from verl.workers.config.model import MtpConfig
-from verl.workers.rollout.base import get_rollout_class
-from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl_replica import hybrid, run
 
 from rollout import Rollout
 from rollout.integrations.verl_checkpoint import TransportEngine
@@ -35,21 +31,10 @@ config = RolloutConfig(
 )  # fmt: skip
 
 
-@ray.remote(num_cpus=0)
-class Worker:
-    """In the place of a trainer's worker: the replica asks for its node."""
-
-
 async def course():
     where = SimpleNamespace(path=model, local_path=model)
-    replica = RolloutReplicaRegistry.get("rollout")(0, config, where, gpus_per_node=1)
-    await replica.init_hybrid(SimpleNamespace(workers=[Worker.remote()]))
+    replica, adapter = await hybrid(config, where)
     server = replica.server_handle
-    kind = get_rollout_class("rollout", "async")
-    adapter = kind.__new__(kind)
-    adapter.config, adapter.model_config = config, where
-    adapter.replica_rank, adapter.is_leader_rank = 0, True
-    adapter._server = adapter._rollout = None
     reached = await server.reached_at.remote()
     engine = TransportEngine(bucket_size=1 << 20, is_master=True)
     engine.init_process_group([(server, *reached)])
@@ -90,8 +75,4 @@ async def course():
     return found
 
 
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-try:
-    print(json.dumps(asyncio.run(course())), flush=True)
-finally:
-    ray.shutdown()
+run(course)

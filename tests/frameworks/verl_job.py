@@ -4,7 +4,6 @@ python verl_job.py MODEL OTHER_MODEL
 """
 
 import asyncio
-import json
 import os
 import sys
 from dataclasses import replace
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "rollout.integrations.verl"
 os.environ.update(RANK="0", RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_DASHBOARD="1")
 
-import ray
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -24,6 +22,7 @@ from verl.workers.config.model import MtpConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
+from verl_replica import hybrid, run
 
 from rollout.errors import ConfigError
 from rollout.integrations.verl_checkpoint import TransportEngine
@@ -31,11 +30,6 @@ from rollout.integrations.verl_section import engine_settings
 
 torch.set_num_threads(1)
 model, other = sys.argv[1:]
-
-
-@ray.remote(num_cpus=0)
-class Worker:
-    """In the place of a trainer's worker: the replica asks for its node."""
 
 
 class OneServer(FullyAsyncLLMServerClient):
@@ -128,13 +122,7 @@ async def sent_apart(replica):
 
 async def course():
     found = {"unfit": unfit(), "followed": followed()}
-    replica = RolloutReplicaRegistry.get("rollout")(0, config, where, gpus_per_node=1)
-    await replica.init_hybrid(SimpleNamespace(workers=[Worker.remote()]))
-    kind = get_rollout_class("rollout", "async")
-    adapter = kind.__new__(kind)
-    adapter.config, adapter.model_config = config, where
-    adapter.replica_rank, adapter.is_leader_rank = 0, True
-    adapter._server = adapter._rollout = None
+    replica, adapter = await hybrid(config, where)
     server = SimpleNamespace(name="rollout", full_determinism=True, response_length=448)
     client = OneServer(
         replica.server_handle, SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=server))
@@ -210,8 +198,4 @@ async def course():
     return found
 
 
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
-try:
-    print(json.dumps(asyncio.run(course())), flush=True)
-finally:
-    ray.shutdown()
+run(course)

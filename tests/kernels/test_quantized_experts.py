@@ -88,8 +88,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_gpu_multiplies_what_codes_stand_for(name: str, way: str) -> None:
-    """As ``fused_experts`` of weights that were dequantised before; int8 as product by product.
-    Also of experts in the middle of all, and of codes and scales that stand for nothing.
+    """As ``fused_experts`` of weights that were dequantised before; int8 as product by product. Of
+    experts in the middle of all.
     """
     scheme, (hidden, inner, count, first) = SCHEMES[name], (160, 96, 5, 2)
     x, experts, shares = routed(7, 9, hidden, 3, torch.float32)
@@ -115,18 +115,29 @@ def test_a_gpu_multiplies_what_codes_stand_for(name: str, way: str) -> None:
         if dtype == torch.float32:
             assert torch.equal(out, wanted)
         torch.testing.assert_close(out, wanted, rtol=2**-6, atol=1e-3)
-    if name == "int8":
-        return
-    for table, bad in ((tables[2], 0x7F), (tables[3], 255 if name == "mxfp4" else float("nan"))):
-        if table.dtype == torch.uint8 and name == "mxfp4" and bad == 0x7F:
-            continue  # all of its codes are numbers
-        broken = [each.clone() if each is table else each for each in tables]
-        broken[2 if table is tables[2] else 3][3, 1, 0] = bad
-        arguments = _in_order(x.float(), *broken, experts, shares, scheme, first)
-        if way != "squared":
-            wanted = quantized_experts.reference(*arguments).isnan()
-            assert wanted.any()
-            assert torch.equal(run(*arguments).isnan(), wanted)
+
+
+@pytest.mark.skipif(not triton_runs(), reason="needs Triton")
+@pytest.mark.parametrize(
+    ("name", "table", "bad"),
+    [
+        ("fp8", 2, 0x7F),  # a code; of four bits all are numbers
+        ("fp8_block", 2, 0x7F),
+        ("fp8", 3, float("nan")),  # a scale
+        ("fp8_block", 3, float("nan")),
+        ("mxfp4", 3, 255),
+    ],
+)
+def test_on_a_gpu_codes_and_scales_that_stand_for_nothing_do(
+    name: str, table: int, bad: float
+) -> None:
+    scheme, tables = SCHEMES[name], held(5, 160, 96, scheme=SCHEMES[name])
+    tables[table][3, 1, 0] = bad
+    x, experts, shares = routed(7, 9, 160, 3, torch.float32)
+    arguments = _in_order(x.float(), *tables, experts, shares, scheme, 2)
+    wanted = quantized_experts.reference(*arguments).isnan()
+    assert wanted.any()
+    assert torch.equal(backends(quantized_experts)["triton"](*arguments).isnan(), wanted)
 
 
 def _in_order(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
+import pytest
 import torch
 from rank_threads import Session
 from torch import Tensor
 
 from rollout.models.causal_lm import CausalLM
+from rollout.models.forward import ForwardBatch
 from rollout.models.prediction.head import PredictionHead
 
 
@@ -36,6 +39,47 @@ def run_head(
             each.append(part)
     whole = [torch.cat(parts) for parts in states]
     return whole, [head.logits(policy, each) for each in whole]
+
+
+@dataclass(slots=True)
+class Watched:
+    """The passes of an engine's heads: each one's batch, what was before it, and its states."""
+
+    passes: list[tuple[ForwardBatch, Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def by(cls, monkeypatch: pytest.MonkeyPatch) -> Self:
+        seen, run = cls(), PredictionHead.hidden_states
+
+        def watched(
+            self: PredictionHead, policy: Any, batch: Any, kv: Any, before: Tensor
+        ) -> Tensor:
+            given, found = before.clone(), run(self, policy, batch, kv, before)
+            seen.passes.append((batch, given, found))
+            return found
+
+        monkeypatch.setattr(PredictionHead, "hidden_states", watched)
+        return seen
+
+    def check(self, ids: Tensor, first: Tensor, wanted: Tensor, known: int, near: float) -> None:
+        """Of the drafts for ``ids``: the first pass of a step reads ``first`` of its positions and
+        the tokens behind them, and makes ``wanted``; later ones read what was made before. All
+        positions are read but the ``known`` ones, and the last ones.
+        """
+        read, last, later = set[int](), None, 0
+        for batch, before, found in self.passes:
+            at = batch.positions
+            if last is not None and torch.equal(before, last):
+                later += 1
+            else:
+                read |= set(at.tolist())
+                assert torch.equal(batch.input_ids, ids[at + 1])
+                assert torch.allclose(before, first[at], atol=near)
+                assert torch.allclose(found, wanted[at[batch.logit_rows]], atol=near)
+            last = found
+        assert read >= set(range(known, len(ids) - 10))
+        assert later
+        self.passes.clear()
 
 
 def check_close(found: Sequence[Tensor], wanted: Any) -> None:

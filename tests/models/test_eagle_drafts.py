@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafted import ENGINE, answers, logprobs, rates
+from drafted import ENGINE, answers, check_all_right, logprobs, rates
+from head_passes import Watched
 from safetensors.torch import load_file, save_file
 from tiny_eagles import FORESEES, SPECULATORS, foresee, save_head, write_eagle, write_simple
 from tiny_models import write_tiny
-from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.errors import ConfigError, WeightMismatch
-from rollout.models.prediction.eagle_head import EagleHead
 from rollout.server.preflight import Preflight, check
 
 PROMPTS = [[7, 3, 11, 200, 5, 9, 42, 17] * 3, [7, 3, 11, 200, 5, 9, 42, 17, 3, 4], [90, 91] * 4]
@@ -64,37 +63,15 @@ def test_it_reads_the_policys_states_and_the_tokens_behind_them(
     """
     policy = write_tiny(tmp_path / "policy", arch, num_layers=4)
     oracle = write_eagle(tmp_path / "head", policy, READS, SOME)
-    seen: list[tuple[Any, Tensor, Tensor]] = []
-    run = EagleHead.hidden_states
-
-    def watched(self: EagleHead, policy: Any, batch: Any, kv: Any, before: Tensor) -> Tensor:
-        seen.append((batch, before.clone(), run(self, policy, batch, kv, before)))
-        return seen[-1][2]
-
-    monkeypatch.setattr(EagleHead, "hidden_states", watched)
+    seen = Watched.by(monkeypatch)
     settings = drafted_by(tmp_path / "head", max_num_batched_tokens=24)
     with Rollout(str(tmp_path / "policy"), **settings) as engine:
         for _ in range(2):
-            read: set[int] = set()
             [out] = engine.generate([PROMPTS[0]], GREEDY)
             ids = torch.tensor([*PROMPTS[0], *out.outputs[0].token_ids])
             first = oracle.first(oracle.policy_states(ids))
             wanted, _ = oracle(ids[1:], first[:-1])
-            last: Tensor | None = None
-            later = 0
-            for batch, before, found in seen:
-                at = batch.positions
-                if last is not None and torch.equal(before, last):
-                    later += 1
-                else:
-                    read |= set(at.tolist())
-                    assert torch.equal(batch.input_ids, ids[at + 1])
-                    assert torch.allclose(before, first[at], atol=1e-3)
-                    assert torch.allclose(found, wanted[at[batch.logit_rows]], atol=1e-3)
-                last = found
-            assert read >= set(range(out.num_cached_tokens, len(ids) - 10))
-            assert later
-            seen.clear()
+            seen.check(ids, first, wanted, out.num_cached_tokens, 1e-3)
         assert out.num_cached_tokens
 
 
@@ -117,14 +94,7 @@ def test_a_head_that_foresees_the_policy_is_always_right(tiny: dict[str, Path], 
             if asleep:
                 engine.sleep(level=1)
                 engine.wake_up()
-            before, steps = rates(engine), engine.metrics().steps_total
-            for each, known in zip(params, wanted, strict=True):
-                found = engine.generate(PROMPTS, each)
-                assert answers(found) == answers(known)
-                assert np.abs(logprobs(found) - logprobs(known)).max() < 1e-4
-            accepted, drafted = np.subtract(rates(engine), before)
-            assert accepted == drafted > 6 * 40 / 2
-            assert engine.metrics().steps_total - steps < 40
+            check_all_right(engine, PROMPTS, params, wanted)
         engine.update_weights(str(tiny["other"]))
         before = rates(engine)
         engine.generate(PROMPTS, SAMPLED)

@@ -254,6 +254,14 @@ def changed(one: Trained, path: Path, config: dict[str, Any], tensors: dict[str,
     return path
 
 
+def check_held_alone(one: Trained, head: Path, told: str) -> None:
+    held = HeldComponent.at("draft", head, TensorParallel(), False)
+    policy, _ = one.on(TensorParallel())
+    assert isinstance(held.build(policy.build), HeldTensors)
+    with pytest.raises(ConfigError, match=f"'draft' .*{told}"):
+        held.longest("draft", 40)
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "told"),
     [
@@ -270,13 +278,8 @@ def test_a_kind_that_does_not_run_is_held_alone(
     trained: dict[str, Trained], tmp_path: Path, config: dict[str, Any], tensors: Any, told: str
 ) -> None:
     one = trained["llama"]
-    held = HeldComponent.at(
-        "draft", changed(one, tmp_path / "head", config, tensors), TensorParallel(), False
-    )
-    policy, _ = one.on(TensorParallel())
-    assert isinstance(held.build(policy.build), HeldTensors)
-    with pytest.raises(ConfigError, match=rf"'draft' .*{told}.*hold it without draft_component"):
-        held.longest("draft", 40)
+    head = changed(one, tmp_path / "head", config, tensors)
+    check_held_alone(one, head, f"{told}.*hold it without draft_component")
 
 
 def test_one_under_its_models_name_is_no_whole_model(
@@ -289,11 +292,7 @@ def test_one_under_its_models_name_is_no_whole_model(
     values = json.loads((head / "config.json").read_text())
     del values["draft_vocab_size"]
     (head / "config.json").write_text(json.dumps(values))
-    held = HeldComponent.at("draft", head, TensorParallel(), False)
-    policy, _ = one.on(TensorParallel())
-    assert isinstance(held.build(policy.build), HeldTensors)
-    with pytest.raises(ConfigError, match=r"'draft' .*is not EAGLE-3's"):
-        held.longest("draft", 40)
+    check_held_alone(one, head, "is not EAGLE-3's")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from drafted import ENGINE, answers, logprobs, rates
+from drafted import ENGINE, answers, check_all_right, rates
+from head_passes import Watched
 from safetensors.torch import load_file, save_file
 from tiny_heads import foresee, write_release
 from tiny_models import write_tiny
@@ -49,36 +49,14 @@ def test_it_reads_the_policys_states_and_the_tokens_behind_them(
     draft has left, and where a prefix was found.
     """
     oracle = write_release(tmp_path, arch)
-    seen: list[tuple[Any, Tensor, Tensor]] = []
-    run = PredictionHead.hidden_states
-
-    def watched(self: PredictionHead, policy: Any, batch: Any, kv: Any, before: Tensor) -> Tensor:
-        seen.append((batch, before.clone(), run(self, policy, batch, kv, before)))
-        return seen[-1][2]
-
-    monkeypatch.setattr(PredictionHead, "hidden_states", watched)
+    seen = Watched.by(monkeypatch)
     with Rollout(str(tmp_path), **ENGINE, **DRAFTS, max_num_batched_tokens=24) as engine:
         for _ in range(2):
-            read: set[int] = set()
             [out] = engine.generate([PROMPTS[0]], GREEDY)
             ids = torch.tensor([*PROMPTS[0], *out.outputs[0].token_ids])
             states = oracle.policy_states(ids)
             wanted, _ = oracle(ids[1:], states[:-1])
-            last: Tensor | None = None
-            later = 0
-            for batch, before, found in seen:
-                at = batch.positions
-                if last is not None and torch.equal(before, last):
-                    later += 1
-                else:
-                    read |= set(at.tolist())
-                    assert torch.equal(batch.input_ids, ids[at + 1])
-                    assert torch.allclose(before, states[at], atol=1e-4)
-                    assert torch.allclose(found, wanted[at[batch.logit_rows]], atol=1e-4)
-                last = found
-            assert read >= set(range(out.num_cached_tokens, len(ids) - 10))
-            assert later
-            seen.clear()
+            seen.check(ids, states, wanted, out.num_cached_tokens, 1e-4)
         assert out.num_cached_tokens
 
 
@@ -130,14 +108,7 @@ def test_a_head_that_foresees_the_policy_is_always_right(
             if asleep:
                 engine.sleep(level=1)
                 engine.wake_up()
-            before, steps = rates(engine), engine.metrics().steps_total
-            for each, known in zip(params, wanted, strict=True):
-                found = engine.generate(PROMPTS, each)
-                assert answers(found) == answers(known)
-                assert np.abs(logprobs(found) - logprobs(known)).max() < 1e-4
-            accepted, drafted = np.subtract(rates(engine), before)
-            assert accepted == drafted > 6 * 40 / 2
-            assert engine.metrics().steps_total - steps < 40
+            check_all_right(engine, PROMPTS, params, wanted)
 
 
 @pytest.mark.parametrize(
