@@ -106,6 +106,15 @@ def few_tokens(tokens: int) -> bool:
     return tokens <= 32
 
 
+def as_words(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Dense tensors as int64 of the same memory where their rows have whole ones, else as bytes;
+    all alike.
+    """
+    held = [part.view(torch.uint8) for part in parts]
+    whole = all(part.shape[-1] % 8 == 0 and part.data_ptr() % 8 == 0 for part in held)
+    return [part.view(torch.int64) for part in held] if whole else held
+
+
 def power_of_2(n: int) -> int:
     """The next power of two; Triton's blocks have such sizes."""
     return int(triton.next_power_of_2(max(1, n)))

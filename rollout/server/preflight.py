@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 
@@ -130,11 +130,12 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     dtype = found.dtype_of(config)
     check_dtype(device, dtype)
     tables = _tables(config, found, dtype)
+    policy = cache(lambda: _model(config, found, dtype))
     if config.kv_cache_dtype != "auto":
-        check_kv_codes(_model(config, found, dtype), config.kv_cache_dtype)
+        check_kv_codes(policy(), config.kv_cache_dtype)
     beside = {name: _Beside.of(config, found, dtype, name) for name in config.components}
     if (name := config.draft_component) is not None:
-        head_behind(name, beside[name].models[0], _model(config, found, dtype).policy)
+        head_behind(name, beside[name].models[0], policy().policy)
     kv = _pages(config, model, dtype, beside)
     examined = _examined(config, found, dtype, tables, kv, beside)
     told(examined)
@@ -145,7 +146,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
         raise ConfigError(
             f"too little memory for the weights: {mib(taken)} are needed, {mib(free)} are free"
         )
-    adapters = _adapter_bytes(config, found, dtype)
+    adapters = _adapter_bytes(config, policy()) if config.max_adapters else 0
     slots = adapters * (ranks if device.type == "cpu" else 1)
     free_then = free - taken - slots
     if free_then < 0:
@@ -345,11 +346,8 @@ def _model(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> Mo
     )
 
 
-def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> int:
+def _adapter_bytes(config: EngineConfig, model: Model) -> int:
     """Of all slots for adapters on the first rank, which are there from the start."""
-    if not config.max_adapters:
-        return 0
-    model = _model(config, found, dtype)
     made = slots_beside(
         model,
         config.max_adapters,

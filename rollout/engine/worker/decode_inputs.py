@@ -52,14 +52,14 @@ class DecodeInputs:
             "draws": ((rows,), torch.float64),
             "numbers": ((rows, 3), torch.float32),
         }
-        self._last_of_model, self._last = list(model)[-1], list(sampler)[-1]
+        self._last_of_model = list(model)[-1]
         fields, there = {**model, **sampler}, self._parts.there(rows)
         self._memory = InputMemory(fields, rows, max_blocks, device, groups, there)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(rows, device=device)
         self._clear(0, rows)
         self._parts.clear(self._memory)
-        self._memory.move(self._last)
+        self._memory.move()
 
     def fits(self, batch: ForwardBatch) -> bool:
         count, width = batch.block_tables.shape[-2:]
@@ -82,16 +82,15 @@ class DecodeInputs:
         host["positions"][:count] = batch.positions.numpy()
         host["slot_mapping"][..., :count] = batch.slot_mapping.numpy()
         host["context_lens"][:count] = batch.context_lens.numpy()
-        last = self._last_of_model
         if sampling is not None:
-            last = self._last
             host["top_k"][:count] = sampling.top_k
             host["draws"][:count] = uniforms(sampling.seeds, sampling.counters)
             host["numbers"][:count] = row_numbers(sampling)
         self._clear(count, size)
         self._parts.fill(self._memory, batch, size, size)
         self._memory.block_rows[..., :count, :width] = batch.block_tables.numpy()
-        self._memory.move(last, count, batch.input_ids)
+        last = self._last_of_model if sampling is None else None
+        self._memory.move(count, batch.input_ids, last)
 
     def batch(self, size: int) -> ForwardBatch:
         """The first ``size`` rows, on the device."""

@@ -51,14 +51,16 @@ class HeldComponent:
         """
         file = directory / "config.json"
         values = read_json(file) if file.is_file() else {}
-        if _is_known(values, file):
+        known = _is_known(values, file)
+        tensors = _tensors(directory) if weight_files(directory) or not known else ()
+        is_head = is_eagle(tensors)  # some have the name of the model that they are of
+        if known and not is_head:
             config = ModelConfig.from_directory(directory)
             if name == HEAD:
-                return cls._head(directory, config)
+                return cls._head(directory, config, tensors)
             config.check_tensor_parallel(tp.size, expert_parallel and config.moe is not None)
             return cls(directory=directory, config=config, tensors=())
-        tensors = _tensors(directory)
-        if not is_eagle(tensors):
+        if not is_head:
             return cls(directory=directory, config=None, tensors=tensors)
         with open_location(str(directory)) as checkpoint:
             maps = {m.name: checkpoint.read(m.name) for m in tensors if m.name in MAPS}
@@ -66,9 +68,9 @@ class HeldComponent:
         return cls(directory=directory, config=None, tensors=tensors, head=head, constants=maps)
 
     @classmethod
-    def _head(cls, directory: Path, config: ModelConfig) -> Self:
-        """What a release has of layers that predict further tokens; its other tensors are passed
-        over.
+    def _head(cls, directory: Path, config: ModelConfig, found: tuple[TensorMeta, ...]) -> Self:
+        """Of ``found``, what a release has of layers that predict further tokens; its other tensors
+        are passed over.
         """
         if not weight_files(directory):
             remedy = (
@@ -80,7 +82,7 @@ class HeldComponent:
                 "where load_format='dummy' makes up their values, and "
                 f"{directory} has none{why_none(directory) or remedy}"
             )
-        own, found = config.further_prefixes, _tensors(directory)
+        own = config.further_prefixes
         held = tuple(meta for meta in found if meta.name.startswith(own)) if own else ()
         if not held:
             raise ConfigError(
@@ -156,12 +158,8 @@ def _tensors(directory: Path) -> tuple[TensorMeta, ...]:
 
 
 def _is_known(values: Mapping[str, Any], file: Path) -> bool:
-    """Whether a ``config.json`` names an architecture that is declared here, and is of all of it:
-    some heads have the name of the model that they are of.
-    """
+    """Whether a ``config.json`` names an architecture that is declared here."""
     names = values.get("architectures") or []
     if not isinstance(names, list):
         raise ConfigError(f"{file}: architectures must be a list, got {names!r:.80}")
-    if "draft_vocab_size" in values or not Registry().knows([str(name) for name in names]):
-        return False
-    return not (weight_files(file.parent) and is_eagle(_tensors(file.parent)))
+    return "draft_vocab_size" not in values and Registry().knows([str(name) for name in names])

@@ -62,13 +62,15 @@ class InputMemory:
         if self._moved is not None:
             self._moved.synchronize()
 
-    def move(self, last: str, sequences: int = 0, input_ids: Tensor | None = None) -> None:
-        """Begin to move the fields up to ``last``, and so many rows of block tables.
+    def move(
+        self, sequences: int = 0, input_ids: Tensor | None = None, last: str | None = None
+    ) -> None:
+        """Begin to move the fields up to ``last`` (None: all), and so many rows of block tables.
 
         ``input_ids``: the step's, which may be on the device already, as the step before has drawn
         them.
         """
-        words = self._ends[last]
+        words = len(self._host) if last is None else self._ends[last]
         self._device[:words].copy_(self._host[:words], non_blocking=True)
         if input_ids is not None and input_ids.device.type != "cpu":
             self.device["input_ids"][: len(input_ids)] = input_ids

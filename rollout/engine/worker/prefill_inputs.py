@@ -79,13 +79,12 @@ class PrefillInputs:
             "context_lens": ((sequences,), torch.int32),
             **self._parts.fields(tokens, sequences),
         }
-        self._last = list(fields)[-1]
         there = self._parts.there(tokens)
         self._memory = InputMemory(fields, sequences, max_blocks, device, groups, there)
         self._every = torch.arange(tokens, device=device)
         self._memory.host["slot_mapping"][...] = -1
         self._parts.clear(self._memory)
-        self._memory.move(self._last)
+        self._memory.move()
 
     def shape_of(self, batch: ForwardBatch) -> tuple[int, bool] | None:
         """Tokens of a batch (CPU), and whether it has few a sequence; None: it does not fit."""
@@ -121,7 +120,7 @@ class PrefillInputs:
         host["context_lens"][count : shape.sequences] = 0
         self._parts.fill(self._memory, batch, *shape)
         self._memory.block_rows[..., :count, :width] = batch.block_tables.numpy()
-        self._memory.move(self._last, count, batch.input_ids)
+        self._memory.move(count, batch.input_ids)
         return self._memory.device["logit_rows"][:wanted]
 
     def batch(self, shape: PrefillShape) -> ForwardBatch:

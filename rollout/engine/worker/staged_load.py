@@ -49,10 +49,11 @@ class StagedLoad:
         self._instances, self._request, self._rank = instances, request, rank
         self.live = request.staging == "none"
         self._adapters: dict[str, AdapterModel] = {}
+        if adapters is not None and request.adapters:
+            adapters.await_steps()
         for name, spec in request.adapters.items():
             if adapters is None:
                 raise ConfigError("this rank holds no adapters: start it with max_adapters=")
-            adapters.await_steps()
             self._adapters[adapter_component(name)] = adapters.view(places[name], spec)
         self._loads = {part: model.begin_load() for part, model in self._adapters.items()}
         self._model = self._open() if request.models else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels.copy_slots import copy_slots as op
-from rollout.kernels.gpu_launch import launch
+from rollout.kernels.gpu_launch import as_words, launch
 
 _BLOCK = 2048  # words of one program
 
@@ -16,10 +15,7 @@ _BLOCK = 2048  # words of one program
 def copy_slots(states: Tensor, pairs: Tensor) -> None:
     if not (states.is_contiguous() and states.numel()):
         return op.reference(states, pairs)
-    flat = states.flatten(2) if states.dim() > 2 else states[..., None]
-    flat = flat.view(torch.uint8)
-    words = flat.shape[2] % 8 == 0 and flat.data_ptr() % 8 == 0
-    held = flat.view(torch.int64) if words else flat
+    [held] = as_words(states.flatten(2) if states.dim() > 2 else states[..., None])
     layers, slots, count = held.shape
     grid = len(pairs), layers, triton.cdiv(count, _BLOCK)
     launch(_copy, grid, held, pairs.contiguous(), slots, count, BLOCK=_BLOCK)

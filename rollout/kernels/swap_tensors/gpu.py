@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout.kernels.gpu_launch import launch
+from rollout.kernels.gpu_launch import as_words, launch
 from rollout.kernels.swap_tensors import swap_tensors as op
 
 _BLOCK = 2048  # words of one program
@@ -17,9 +16,7 @@ def swap_tensors(a: Tensor, b: Tensor) -> None:
     dense = a.is_contiguous() and b.is_contiguous() and a.device == b.device
     if not dense or a.shape != b.shape or a.dtype != b.dtype:
         return op.reference(a, b)
-    flat = [x.view(-1).view(torch.uint8) for x in (a, b)]
-    words = all(x.numel() % 8 == 0 and x.data_ptr() % 8 == 0 for x in flat)
-    x, y = (part.view(torch.int64) for part in flat) if words else flat
+    x, y = as_words(a.view(-1), b.view(-1))
     launch(_swap, (triton.cdiv(x.numel(), _BLOCK),), x, y, x.numel(), BLOCK=_BLOCK)
     return None
 
