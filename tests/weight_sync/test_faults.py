@@ -157,7 +157,7 @@ def test_a_sender_that_stalls_keeps_nobody_longer_than_the_deadline(trainer, eng
 
         trainer.send(iter(Slow()), timeout=TIMEOUT)
         assert began == [4]
-        trainer.send(checkpoints[1], transport=stalled, timeout=0.2)
+        trainer.send(checkpoints[1], transport=stalled, timeout=1.5)
     assert trainer.send(checkpoints[2]).version == engine.version
 
 

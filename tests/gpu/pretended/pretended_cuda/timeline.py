@@ -82,7 +82,7 @@ def done(run: Callable[[], Any]) -> Callable[[], Any]:
     """``run``, operations of torch's, as work of the stream of who calls it."""
 
     def call() -> Any:
-        if _captures():
+        if captures():
             return run()
         with Watch(current_stream().line):
             return run()
@@ -95,7 +95,7 @@ def launched(run: Callable[[], Places], name: str) -> Callable[[], Any]:
 
     def call() -> None:
         places = run()
-        if not _captures():
+        if not captures():
             touch_places(current_stream().line, name, places.found)
 
     return call
@@ -103,11 +103,12 @@ def launched(run: Callable[[], Places], name: str) -> Callable[[], Any]:
 
 def touches(name: str, reads: list[Tensor], writes: list[Tensor], *, new: bool = False) -> None:
     """The stream of who calls it does that."""
-    if not _captures():
+    if not captures():
         touch(current_stream().line, name, reads, writes, new=new)
 
 
-def _captures() -> bool:
+def captures() -> bool:
+    """Whether the calling thread does."""
     return getattr(_state, "graph", None) is not None
 
 
@@ -147,7 +148,7 @@ def _later(work: Callable[[], Any]) -> None:
 
 
 def refuse_in_capture(what: str) -> None:
-    if _captures():
+    if captures():
         _state.graph.broken = True
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
