@@ -22,18 +22,24 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, sys.argv[4])
 
-from frameworks.megatron_layouts import shard
+from frameworks.megatron_layouts import HYBRIDS, shard, unstacked
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import l2norm
 
 from rollout import Rollout
 from rollout.errors import RolloutError
@@ -63,13 +69,41 @@ def _with_channels(self: Any, *args: Any, k_channels: Any = 0, v_channels: Any =
 
 
 DotProductAttention.__init__ = _with_channels
+# Delta nets ask for kernels of cards: a norm, and a rule that Megatron has in torch as well.
+gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, l2norm
+
+
+class NormAddedToOne(torch.nn.Module):
+    """What Transformer Engine's and Apex's norms are under ``layernorm_zero_centered_gamma``."""
+
+    zero_centered_gamma = True
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps, self.weight = eps, torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.weight.shape, 1 + self.weight, self.eps)
+
+
+_norm = WrappedTorchNorm.__new__
+
+
+def _with_one(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **rest: Any) -> Any:
+    if config.layernorm_zero_centered_gamma:
+        return NormAddedToOne(hidden_size, eps)
+    return _norm(cls, config, hidden_size, eps, **rest)
+
+
+WrappedTorchNorm.__new__ = staticmethod(_with_one)
 
 
 def build(hf: dict[str, Any]) -> GPTModel:
     """The model of this rank, in Megatron's own layer specification."""
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((hf[name] for name in counts if hf.get(name)), None)
-    latent, heads = "kv_lora_rank" in hf, hf.get("num_nextn_predict_layers") or None
+    latent, hybrid = "kv_lora_rank" in hf, hf["model_type"] in HYBRIDS
+    heads = 1 if hybrid else hf.get("num_nextn_predict_layers") or None
     normed = latent or hf.get("use_qk_norm", hf["model_type"] != "qwen2_moe")
     config = (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=hf["num_hidden_layers"],
@@ -97,16 +131,18 @@ def build(hf: dict[str, Any]) -> GPTModel:
         mtp_num_layers=heads,
         **(mixture(hf, experts) if experts else {}),
         **(latent_sizes(hf) if latent else {}),
+        **(of_hybrids(hf) if hybrid else {}),
     )
     spec = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=normed, normalization="RMSNorm",
         multi_latent_attention=latent,
     )  # fmt: skip
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    layers = of_stage(hf, experts, stage) if hybrid else spec
     behind = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if heads else None
     return GPTModel(
         config,
-        spec,
+        layers,
         vocab_size=PADDED,
         max_sequence_length=64,
         position_embedding_type="rope",
@@ -134,7 +170,7 @@ def mixture(hf: dict[str, Any], experts: int) -> dict[str, Any]:
         "moe_router_enable_expert_bias": sigmoid,
         "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor"),
         "moe_shared_expert_intermediate_size": shared,
-        "moe_shared_expert_gate": hf["model_type"] == "qwen2_moe",
+        "moe_shared_expert_gate": "shared_expert_intermediate_size" in hf,
         "expert_model_parallel_size": 2,
     }
 
@@ -153,6 +189,42 @@ def latent_sizes(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def of_hybrids(hf: dict[str, Any]) -> dict[str, Any]:
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(kind == "linear_attention") for kind in hf["layer_types"]],
+        "linear_conv_kernel_dim": hf["linear_conv_kernel_dim"],
+        **{f"linear_{size}": hf[f"linear_{size}"] for size in sizes},
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "deterministic_mode": True,
+    }
+
+
+def of_stage(hf: dict[str, Any], experts: int | None, stage: int) -> TransformerBlockSubmodules:
+    """The layers of one stage, as Megatron's own specification of hybrids, which needs Transformer
+    Engine, has them.
+    """
+    specs, count = [], hf["num_hidden_layers"] // 2
+    for index in range(stage * count, (stage + 1) * count):
+        sparse = index not in hf.get("mlp_only_layers", ())
+        spec = get_gpt_layer_local_spec(
+            num_experts=experts if sparse else None, qk_layernorm=True, normalization="RMSNorm"
+        )
+        if hf["layer_types"][index] == "linear_attention":
+            spec.submodules.self_attention = ModuleSpec(
+                module=gated_delta_net.GatedDeltaNet,
+                submodules=gated_delta_net.GatedDeltaNetSubmodules(
+                    in_proj=ColumnParallelLinear,
+                    out_norm=WrappedTorchNorm,
+                    out_proj=RowParallelLinear,
+                ),
+            )
+        specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
 def become(path: Path) -> tuple[GPTModel, dict[str, Any]]:
     """A model that holds the checkpoint's weights, each parameter filled by its name."""
     hf = json.loads((path / "config.json").read_text())
@@ -161,7 +233,7 @@ def become(path: Path) -> tuple[GPTModel, dict[str, Any]]:
     tp = (place.get_tensor_model_parallel_rank(), 2)
     pp = (place.get_pipeline_model_parallel_rank(), 2)
     ep = (place.get_expert_model_parallel_rank(), 2)
-    weights = load_file(path / "model.safetensors")
+    weights = unstacked(load_file(path / "model.safetensors"))
     mine = shard(
         weights, hf, tp=tp, pp=pp, ep=ep, etp=(0, 1), fused=False, vocabulary=PADDED
     )  # fmt: skip
@@ -182,13 +254,14 @@ def forward(ask: dict[str, Any]) -> dict[str, Any]:
     hf = json.loads((path / "config.json").read_text())
     model = build(hf).eval()
     stage = place.get_pipeline_model_parallel_rank()
+    middle = 0.0 if hf["model_type"] in HYBRIDS else 1.0  # of norms
     for name, parameter in named_weights(model):
         cut = getattr(parameter, "tensor_model_parallel", False) or ".experts." in name
         shard = place.get_tensor_model_parallel_rank() if cut else 0
         where = 0 if name.startswith("embedding.") else stage  # of which heads have a copy
         seed = zlib.crc32(f"{where} {name} {shard}".encode())
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-        parameter.data = 1 + drawn / 8 if parameter.dim() == 1 else drawn / 4
+        parameter.data = middle + drawn / 8 if parameter.dim() == 1 else drawn / 4
     ids = torch.tensor([ask["ids"]])
     positions = torch.arange(ids.shape[1])[None]
     mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).triu(1).bool()

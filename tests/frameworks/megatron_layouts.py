@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 Place = tuple[int, int]
 Weights = dict[str, Tensor]
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def shard(
@@ -37,6 +39,30 @@ def shard(
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
+def unstacked(weights: Weights) -> Weights:
+    """With the experts of a layer one by one, where a file has them in two tensors."""
+    found: Weights = {}
+    for name, tensor in weights.items():
+        stem, _, linear = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            found[name] = tensor
+            continue
+        linears = ("gate_proj", "up_proj") if linear == "gate_up_proj" else (linear,)
+        for index, expert in enumerate(tensor):
+            for one, part in zip(linears, expert.chunk(len(linears)), strict=True):
+                found[f"{stem}.{index}.{one}.weight"] = part.clone()
+    return found
+
+
+def gpt_model(named: Weights, hf: dict[str, Any]) -> nn.Module:
+    """A ``tree`` with the settings of Megatron's that say how its values are meant."""
+    root, hybrid = tree(named), hf["model_type"] in HYBRIDS
+    root.config = SimpleNamespace(
+        layernorm_zero_centered_gamma=hybrid, attention_output_gate=hybrid
+    )
+    return root
+
+
 def tree(named: Weights) -> nn.Module:
     """Modules in which these are the parameters of these names."""
     root, below = nn.Module(), dict[str, Weights]()
@@ -59,15 +85,19 @@ def _layer(
 ) -> Iterator[tuple[str, Tensor]]:
     if "kv_lora_rank" in config:
         yield from _latent(inner, tp, fused)
-    groups = config["num_key_value_heads"]
+    delta = "linear_attn.A_log" in inner
+    if delta:
+        yield from _delta_net(inner, config, tp)
     for kind in ("weight", "bias"):
         if f"self_attn.k_proj.{kind}" in inner:
-            yield f"self_attention.linear_qkv.{kind}", _part(_qkv(inner, kind, groups), 0, tp)
-    yield "self_attention.linear_proj.weight", _part(inner["self_attn.o_proj.weight"], 1, tp)
+            yield f"self_attention.linear_qkv.{kind}", _part(_qkv(inner, kind, config), 0, tp)
+    if not delta:
+        yield "self_attention.linear_proj.weight", _part(inner["self_attn.o_proj.weight"], 1, tp)
     for one in "qk":
         if f"self_attn.{one}_norm.weight" in inner:
             yield f"self_attention.{one}_layernorm.weight", inner[f"self_attn.{one}_norm.weight"]
-    before = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    linear = "in_proj" if delta else "linear_qkv"
+    before = f"self_attention.{linear}.layer_norm_weight" if fused else "input_layernorm.weight"
     latent = "self_attn.kv_b_proj.weight" in inner
     yield "input_layernorm.weight" if latent else before, inner["input_layernorm.weight"]
     experts = [name for name in inner if ".gate.weight" in name]
@@ -108,8 +138,19 @@ def _layer(
 def _head(
     weights: Weights, config: dict[str, Any], tp: Place, ep: Place, etp: Place, fused: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Of the layer behind the last, where there is one."""
+    """Of the layer behind the last, or of Qwen's head, where there is one."""
     layer = f"model.layers.{config['num_hidden_layers']}."
+    if "mtp.fc.weight" in weights:
+        layer = "mtp.layers.0."
+        beside = {
+            "enorm": "pre_fc_norm_embedding",
+            "hnorm": "pre_fc_norm_hidden",
+            "shared_head.norm": "norm",
+            "eh_proj": "fc",
+        }
+        weights = weights | {
+            f"{layer}{of}.weight": weights[f"mtp.{name}.weight"] for of, name in beside.items()
+        }
     inner = {n.removeprefix(layer): t for n, t in weights.items() if n.startswith(layer)}
     if not inner:
         return
@@ -142,13 +183,41 @@ def _latent(inner: Weights, tp: Place, fused: bool) -> Iterator[tuple[str, Tenso
         yield f"self_attention.linear_{kind}_up_proj.weight", out
 
 
-def _qkv(inner: Weights, kind: str, groups: int) -> Tensor:
-    """Group by group: the group's queries, its key, its value."""
+def _qkv(inner: Weights, kind: str, config: dict[str, Any]) -> Tensor:
+    """Group by group: the group's queries, the gates of their output, its key, its value."""
+    groups, dim = config["num_key_value_heads"], config["head_dim"]
+    q, k, v = (inner[f"self_attn.{one}_proj.{kind}"] for one in "qkv")
+    halves = [q]
+    if config["model_type"] in HYBRIDS:  # head by head: its query, its gate
+        halves = [half.flatten(0, 1) for half in q.unflatten(0, (-1, 2, dim)).unbind(1)]
     parts = []
     for group in range(groups):
-        for one in "qkv":
-            parts.append(inner[f"self_attn.{one}_proj.{kind}"].chunk(groups)[group])
+        parts += [one.chunk(groups)[group] for one in (*halves, k, v)]
     return torch.cat(parts)
+
+
+def _delta_net(inner: Weights, config: dict[str, Any], tp: Place) -> Iterator[tuple[str, Tensor]]:
+    """Of this rank's heads: q, k, v, z, b and a, each of all heads; a norm that is added to one."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    rows = [keys * key_dim, keys * key_dim, values * dim]
+    own = {name.removeprefix("linear_attn."): t for name, t in inner.items()}
+    if "in_proj_qkvz.weight" in own:
+        each = [key_dim, key_dim, values // keys * dim, values // keys * dim]
+        by_key = own["in_proj_qkvz.weight"].unflatten(0, (keys, -1)).split(each, 1)
+        parts = [part.flatten(0, 1) for part in by_key]
+        gates = own["in_proj_ba.weight"].unflatten(0, (keys, 2, -1)).unbind(1)
+        parts += [gate.flatten(0, 1) for gate in gates]
+    else:
+        parts = list(own["in_proj_qkv.weight"].split(rows))
+        parts += [own[f"in_proj_{one}.weight"] for one in "zba"]
+    yield "self_attention.in_proj.weight", torch.cat([_part(one, 0, tp) for one in parts])
+    convolved = [_part(one, 0, tp) for one in own["conv1d.weight"].split(rows)]
+    yield "self_attention.conv1d.weight", torch.cat(convolved)
+    for name in ("A_log", "dt_bias"):
+        yield f"self_attention.{name}", _part(own[name], 0, tp)
+    yield "self_attention.out_norm.weight", own["norm.weight"] - 1
+    yield "self_attention.out_proj.weight", _part(own["out_proj.weight"], 1, tp)
 
 
 def _mlp(gate: Tensor, up: Tensor, down: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:

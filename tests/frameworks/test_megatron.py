@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from adapted_models import adapted
 from clients.install import folder
-from frameworks.megatron_layouts import shard, tree
+from frameworks.megatron_layouts import gpt_model, shard, tree, unstacked
 from models.rank_threads import Session
 from safetensors.torch import load_file
-from tiny_heads import write_release
+from tiny_heads import MTP, write_release
 from tiny_models import write_tiny
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +36,8 @@ from rollout.weights.components import component_of, own_name
 CLIENT = folder("megatron")
 ENGINE = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 128}
 ALONE = {"tp": (0, 1), "pp": (0, 1), "ep": (0, 1)}
+# As many layers for each stage, those of both kinds among them.
+HYBRID = {"num_hidden_layers": 4, "layer_types": ["full_attention", "linear_attention"] * 2}
 # (model, its own settings, tensor parallelism, of experts)
 MODELS = (
     ("llama", {}, 2, 2),
@@ -48,6 +50,9 @@ MODELS = (
     ("deepseek_v3", {"head": True}, 2, 2),
     ("deepseek_v2", {"q_lora_rank": None}, 2, 1),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, 2, 1),
+    ("qwen3_next", {"head": True, **HYBRID}, 2, 1),
+    ("qwen3_5", {"head": True, **HYBRID}, 4, 4),  # two ranks for each query group, gates too
+    ("qwen3_5_moe", {"head": True, "tied": True, **HYBRID}, 2, 2),
 )
 
 
@@ -55,7 +60,8 @@ def checkpoint(
     path: Path, arch: str, head: bool = False, **settings: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     (write_release if head else write_tiny)(path, arch, **settings)
-    return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    weights = unstacked(load_file(path / "model.safetensors"))
+    return json.loads((path / "config.json").read_text()), weights
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["local", "transformer_engine"])
@@ -70,9 +76,9 @@ def test_the_boxes_of_all_ranks_are_the_checkpoint(
     for t, p, e, x in product(range(tp), range(2), range(2), range(etp)):
         places = {"tp": (t, tp), "pp": (p, 2), "ep": (e, 2), "etp": (x, etp)}
         held = shard(weights, config, **places, fused=fused, vocabulary=336)
-        for part in MegatronLayout.of(config, places, alone=False).parts([tree(held)]):
+        for part in MegatronLayout.of(config, places, alone=False).parts([gpt_model(held, config)]):
             name, behind = own_name(part.name), f"model.layers.{config['num_hidden_layers']}."
-            assert name.startswith(behind) == (component_of(part.name) == "mtp")
+            assert name.startswith((behind, "mtp.")) == (component_of(part.name) == "mtp")
             assert part.shape == weights[name].shape
             assert part.values.shape == part.box.shape
             filled[name][part.box.slices] = part.values
@@ -241,6 +247,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         ("qwen3", {"tied": True}),
         ("glm4_moe", {"head": True}),
         ("deepseek_v3", {"head": True}),
+        ("qwen3_next", {"head": True, **HYBRID}),
+        ("qwen3_5", {"head": True, **HYBRID}),
+        ("qwen3_5_moe", {"head": True, **HYBRID}),
     ],
 )
 def test_an_update_from_megatrons_own_model_equals_a_fresh_start(
@@ -277,13 +286,20 @@ def test_an_update_from_megatrons_own_model_equals_a_fresh_start(
 
 @pytest.mark.more
 @pytest.mark.skipif(CLIENT is None, reason="Megatron-Core is not installed: make clients")
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        *("qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    ],
+)
 def test_megatrons_own_forward_gives_the_logits_of_what_is_sent(
     job: Job, tmp_path: Path, arch: str
 ) -> None:
     """The order of rows in its fused tensors is that of its forward over the same four ranks."""
     groups = {"n_group": 1, "topk_group": 1}  # which the two score otherwise
-    write_tiny(tmp_path, arch, **(groups if arch in ("glm4_moe", "deepseek_v3") else {}))
+    hybrid, grouped = arch in MTP, arch in ("glm4_moe", "deepseek_v3")
+    write_tiny(tmp_path, arch, **(groups if grouped else HYBRID if hybrid else {}))
     ids = [5, 6, 7, 8, 9, 200, 11, 300]
     answers = job.ask(op="forward", path=str(tmp_path), ids=ids)
     assert answers == [{}] * 4, job.log.read_text()[-4000:]
@@ -294,7 +310,7 @@ def test_megatrons_own_forward_gives_the_logits_of_what_is_sent(
         states = model.model(torch.tensor([ids])).last_hidden_state[0, :-1]
     assert theirs["next"].std() > 0.5
     assert (theirs["next"] - ours).abs().max() < 1e-4
-    if arch in ("glm4_moe", "deepseek_v3"):
+    if grouped or hybrid:
         further = of_the_head(tmp_path, ids[1:], states)
         assert further.std() > 0.5
         assert (theirs["further"][:-1] - further).abs().max() < 1e-4
