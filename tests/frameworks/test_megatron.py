@@ -265,6 +265,9 @@ def test_an_update_from_megatrons_own_model_equals_a_fresh_start(
     prompts, params = [[5, 6, 7], [8, 9]], {"max_tokens": 8, "temperature": 0, "logprobs": 0}
     with Rollout(str(tmp_path / "b"), **ENGINE, **drafts) as cold:
         wanted = [o.outputs[0] for o in cold.generate(prompts, params)]
+    for prompt, one in zip(prompts, wanted, strict=True):
+        theirs = logprobs(tmp_path / "b", prompt, list(one.token_ids))
+        assert torch.allclose(torch.tensor(one.logprobs.raw), theirs, atol=2e-4)
     with Rollout(str(tmp_path / "a"), **ENGINE, **drafts) as engine:
         ask = {"op": "update", "path": str(tmp_path / "b"), "address": engine.address}
         odd = job.ask(**ask, transport="p2p", odd_rank=3)
@@ -314,6 +317,14 @@ def test_megatrons_own_forward_gives_the_logits_of_what_is_sent(
         further = of_the_head(tmp_path, ids[1:], states)
         assert further.std() > 0.5
         assert (theirs["further"][:-1] - further).abs().max() < 1e-4
+
+
+def logprobs(path: Path, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Of ``tokens`` behind ``prompt``, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        rows = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return rows.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def of_the_head(path: Path, following: list[int], before: torch.Tensor) -> torch.Tensor:
