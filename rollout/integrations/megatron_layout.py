@@ -1,11 +1,8 @@
-"""Where Megatron-Core's parameters lie in a checkpoint's tensors: its names, its order of rows.
+"""Where Megatron-Core's parameters lie in a checkpoint's tensors: what it calls them.
 
-``linear_qkv`` interleaves rows by query group (its queries, the gates of its output where it has
-some, its key, its value), ``linear_fc1`` is this rank's rows of gate, then of up, ``in_proj`` of a
-gated delta net this rank's rows of q, k, v, z, b and a; vocabularies are padded; what predicts
-further tokens is the component ``mtp``. So they are read in ``megatron.core``: by
-``transformer/attention.py``, ``transformer/mlp.py``, ``ssm/gated_delta_net.py`` and
-``transformer/multi_token_prediction.py``.
+What attention and delta nets fuse has an order of rows of its own (``megatron_fused``),
+``linear_fc1`` is this rank's rows of gate, then of up; vocabularies are padded; what predicts
+further tokens is the component ``mtp``.
 """
 
 from __future__ import annotations
@@ -34,16 +31,15 @@ from rollout.weight_sync.trainer.sources.values import check_all, is_dtensor
 from rollout.weights.components import qualified
 from rollout.weights.expert_names import PROJ_NAMES, W123_NAMES
 
+# Delta nets beside attention whose output is gated, and norms that are added to one.
+_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"),
-    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", *_HYBRIDS),
 )
 _SEE = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # images too: of their text
 # Routers have a bias on the choice, and layers that predict further tokens may come behind.
 _OF_DEEPSEEK_V3 = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
-# Delta nets beside attention whose output is gated, and norms that are added to one.
-_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 _REPLICATED = {
     "input_layernorm.weight": "input_layernorm.weight",
