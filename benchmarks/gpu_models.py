@@ -338,10 +338,10 @@ def greedy(rows: int) -> SamplingMetadata:
         edit_rows=none,
         edit_ids=none,
         edit_values=np.empty(0, np.float32),
-        history=none,
-        history_rows=none,
-        history_starts=np.zeros(1, np.int64),
-        history_prompts=none,
+        seen_ids=none,
+        seen_counts=np.empty(0, np.float32),
+        seen_rows=none,
+        seen_starts=np.zeros(1, np.int64),
     )
 
 

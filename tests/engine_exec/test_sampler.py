@@ -1,6 +1,7 @@
 """The sampler against slow references, and its promises about batches and seeds."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -244,6 +245,29 @@ def test_penalties_equal_those_of_transformers():
         assert int(out.tokens) == token
         lse = float(torch.logsumexp(want.double(), -1))
         assert float(out.processed) == pytest.approx(float(want[0, token]) - lse, abs=1e-5)
+
+
+def test_penalties_read_each_token_once_however_often_it_came():
+    """As the answer grows, beside a row without penalties and one with others."""
+    p = SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.2)
+    grown = sequence(p, prompt=[3, 3, 5], blocks=range(2))
+    others = [
+        sequence(SamplingParams(temperature=0.0)),
+        sequence(SamplingParams(temperature=0.0, presence_penalty=2.0), prompt=[1], output=[2, 2]),
+    ]
+    row = peaked(1, seed=13).expand(3, -1)
+    for token in (7, 5, 7, 7, 40):
+        grown.append(token, 0, 0.0, 0.0, 0.0)
+        batch = sampling_batch([others[0], grown, others[1]])
+        known = Counter(grown.token_ids), Counter(grown.output_token_ids)
+        first, last = batch.seen_starts[:2]
+        assert batch.seen_ids[first:last].tolist() == list(known[0])
+        assert batch.seen_counts[first:last].tolist() == [known[1][t] for t in known[0]]
+        fresh = sequence(p, prompt=[3, 3, 5], output=grown.output_token_ids)
+        out = Sampler().sample(row, batch)
+        alone = Sampler().sample(row, sampling_batch([others[0], fresh, others[1]]))
+        assert torch.equal(out.tokens, alone.tokens)
+        assert torch.equal(out.processed, alone.processed)
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def _batch(*, edits: bool = False, top: int = -1) -> SamplingMetadata:
         edit_rows=np.zeros(int(edits), np.int64),
         edit_ids=np.full(int(edits), 7, np.int64),
         edit_values=np.full(int(edits), 50, np.float32),
-        history=none,
-        history_rows=none,
-        history_starts=np.zeros(1, np.int64),
-        history_prompts=none,
+        seen_ids=none,
+        seen_counts=np.empty(0, np.float32),
+        seen_rows=none,
+        seen_starts=np.zeros(1, np.int64),
     )
 
 

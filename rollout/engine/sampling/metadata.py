@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -47,9 +46,9 @@ class SamplingMetadata:
     those of grammars, where row ``mask_rows[i]`` may draw the tokens whose bit is set in
     ``mask_bits[i]`` (the lowest bit first), then ``allowed``. ``edits`` are added then: logit_bias,
     and minus infinity where min_tokens forbids stopping, and for bad words.
-    ``history`` holds the tokens of rows with a penalty, one row after the other:
-    row ``history_rows[i]`` owns ``history[history_starts[i]:history_starts[i + 1]]``, of which the
-    first ``history_prompts[i]`` are its prompt. All rows lists ascend.
+    ``seen_ids`` holds the tokens of rows with a penalty, each once, one row after the other: row
+    ``seen_rows[i]`` has ``seen_ids[seen_starts[i]:seen_starts[i + 1]]``, and ``seen_counts`` says
+    how often its output has each. All rows lists ascend.
     """
 
     numbers: Floats  # [S, 6] float32, columns as above
@@ -61,10 +60,10 @@ class SamplingMetadata:
     edit_rows: Ints  # [edits]
     edit_ids: Ints  # [edits]
     edit_values: Floats  # [edits]
-    history: Ints  # [tokens]
-    history_rows: Ints  # [penalised]
-    history_starts: Ints  # [penalised + 1]
-    history_prompts: Ints  # [penalised]
+    seen_ids: Ints  # [tokens]
+    seen_counts: Floats  # [tokens]
+    seen_rows: Ints  # [penalised]
+    seen_starts: Ints  # [penalised + 1]
     allowed: Ints = field(default_factory=_no_pairs)  # [pairs, 2]: row, token; mask its others
     mask_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [masked]
     mask_bits: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
@@ -101,8 +100,7 @@ class SamplingMetadata:
         tempered = any(temperature != 1 for _, temperature in scored)
         edits, allowed = _edits(drawing, coming)
         penalised = [i for i, s in enumerate(drawing) if s.penalised]
-        history = [drawing[i].token_ids for i in penalised]
-        lengths = np.array([0, *map(len, history)], np.int64)
+        seen = [drawing[i].seen_tokens() for i in penalised]
         masked = [(i, s.mask) for i, s in enumerate(drawing) if s.mask is not None]
         return cls(
             numbers=np.array([_numbers(p) for p in params], np.float32).reshape(-1, 6),
@@ -115,10 +113,10 @@ class SamplingMetadata:
             edit_rows=np.array([e[0] for e in edits], np.int64),
             edit_ids=np.array([e[1] for e in edits], np.int64),
             edit_values=np.array([e[2] for e in edits], np.float32),
-            history=np.array(list(chain.from_iterable(history)), np.int64),
-            history_rows=np.array(penalised, np.int64),
-            history_starts=np.cumsum(lengths),
-            history_prompts=np.array([drawing[i].prompt_len for i in penalised], np.int64),
+            seen_ids=np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in seen)]),
+            seen_counts=np.concatenate([_none(), *(counts for _, counts in seen)]),
+            seen_rows=np.array(penalised, np.int64),
+            seen_starts=np.cumsum([0, *(len(ids) for ids, _ in seen)], dtype=np.int64),
             allowed=np.array(allowed, np.int64).reshape(-1, 2),
             mask_rows=np.array([row for row, _ in masked], np.int64),
             mask_bits=np.stack([m for _, m in masked]) if masked else np.empty((0, 0), np.int32),
@@ -140,7 +138,7 @@ class SamplingMetadata:
     @property
     def processed_rows(self) -> tuple[Ints, ...]:
         """The rows that each of the logits processors changes."""
-        return self.mask_rows, self.allowed[:, 0], self.edit_rows, self.history_rows
+        return self.mask_rows, self.allowed[:, 0], self.edit_rows, self.seen_rows
 
     def tensors(self) -> dict[str, Tensor]:
         """The arrays as tensors that share their memory; what is empty stays out."""
@@ -167,8 +165,8 @@ class SamplingMetadata:
         allowed = slice(*np.searchsorted(self.allowed[:, 0], (start, stop)))
         masked = slice(*np.searchsorted(self.mask_rows, (start, stop)))
         kept = slice(*np.searchsorted(self.kept_rows, (start, stop)))
-        first, last = np.searchsorted(self.history_rows, (start, stop))
-        starts = self.history_starts[first : last + 1]
+        first, last = np.searchsorted(self.seen_rows, (start, stop))
+        starts = self.seen_starts[first : last + 1]
         return SamplingMetadata(
             numbers=self.numbers[drawn],
             top_k=self.top_k[drawn],
@@ -180,10 +178,10 @@ class SamplingMetadata:
             edit_rows=self.edit_rows[edits] - start,
             edit_ids=self.edit_ids[edits],
             edit_values=self.edit_values[edits],
-            history=self.history[starts[0] : starts[-1]],
-            history_rows=self.history_rows[first:last] - start,
-            history_starts=starts - starts[0],
-            history_prompts=self.history_prompts[first:last],
+            seen_ids=self.seen_ids[starts[0] : starts[-1]],
+            seen_counts=self.seen_counts[starts[0] : starts[-1]],
+            seen_rows=self.seen_rows[first:last] - start,
+            seen_starts=starts - starts[0],
             allowed=self.allowed[allowed] - (start, 0),
             mask_rows=self.mask_rows[masked] - start,
             mask_bits=self.mask_bits[masked],
@@ -205,7 +203,7 @@ class SamplingMetadata:
                 "seeds": self.seeds[rows],
                 "counters": self.counters[rows],
                 "num_top": np.full(len(rows), -1),
-                "history_starts": np.zeros(1, np.int64),
+                "seen_starts": np.zeros(1, np.int64),
                 "edit_rows": edit_rows,
                 "edit_ids": self.edit_ids[edits],
                 "edit_values": self.edit_values[edits],
@@ -225,7 +223,7 @@ def _of_rows(owners: Ints, rows: Ints) -> tuple[Ints, Ints]:
 
 
 def _empty(name: str) -> NDArray[Any]:
-    floats = ("numbers", "edit_values", "target_temperatures")
+    floats = ("numbers", "edit_values", "seen_counts", "target_temperatures")
     shape = {"numbers": (0, 6), "allowed": (0, 2), "mask_bits": (0, 0)}.get(name, (0,))
     dtype = np.float32 if name in floats else np.int32 if name == "mask_bits" else np.int64
     return np.empty(shape, dtype)
@@ -243,7 +241,7 @@ def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
         _mask_others(values, sampling)
     if len(sampling.edit_rows):
         _add_edits(values, sampling)
-    if len(sampling.history_rows):
+    if len(sampling.seen_rows):
         _penalise(values, sampling)
 
 
@@ -281,24 +279,19 @@ def _penalise(values: Tensor, sampling: SamplingMetadata) -> None:
     Repetition, over prompt and output: a positive logit is divided by it, another multiplied
     (Keskar 2019). Then, over the output only: minus frequency times the count, minus presence.
     """
-    vocab = values.shape[1]
-    lengths = np.diff(sampling.history_starts)
-    entry = np.repeat(np.arange(len(lengths)), lengths)
-    row = sampling.history_rows[entry]
-    place = np.arange(len(sampling.history)) - sampling.history_starts[entry]
-    is_output = place >= sampling.history_prompts[entry]
-    flat = row * vocab + sampling.history
-    unique, inverse = np.unique(flat, return_inverse=True)
-    counts = np.bincount(inverse[is_output], minlength=len(unique)).astype(np.float32)
-    numbers = sampling.numbers[unique // vocab]
-    minus = numbers[:, FREQUENCY] * counts + numbers[:, PRESENCE] * (counts > 0)
-
-    device = values.device
-    index = torch.from_numpy(unique).to(device)
-    repetition = torch.from_numpy(numbers[:, REPETITION].copy()).to(device)
-    score = values.view(-1)[index]
+    rows, counts, ids = (
+        torch.from_numpy(array).to(values.device)
+        for array in (
+            np.repeat(sampling.seen_rows, np.diff(sampling.seen_starts)),
+            sampling.seen_counts,
+            sampling.seen_ids,
+        )
+    )
+    numbers = torch.from_numpy(sampling.numbers).to(values.device)[rows]
+    score, repetition = values[rows, ids], numbers[:, REPETITION]
     score = torch.where(score < 0, score * repetition, score / repetition)
-    values.view(-1)[index] = score - torch.from_numpy(minus).to(device)
+    minus = numbers[:, FREQUENCY] * counts + numbers[:, PRESENCE] * (counts > 0)
+    values[rows, ids] = score - minus
 
 
 def _may_end(word: tuple[int, ...], sequence: Sequence) -> bool:

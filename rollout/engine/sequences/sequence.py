@@ -14,6 +14,7 @@ from rollout.engine.sequences.draft_pace import DraftPace
 from rollout.engine.sequences.expert_rows import ExpertRows
 from rollout.engine.sequences.image_positions import ImagePositions
 from rollout.engine.sequences.score_builder import ScoreBuilder
+from rollout.engine.sequences.seen_tokens import SeenTokens
 from rollout.engine.sequences.snapshot import Snapshot
 from rollout.engine.sequences.span_builder import SpanBuilder
 from rollout.engine.sequences.trial import Trial
@@ -81,6 +82,7 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
+    _seen: SeenTokens | None = field(init=False, default=None)  # once a penalty has asked for it
     draws: bool = field(init=False)
     _prompt_cache_ids: list[int] = field(init=False)
     mask: NDArray[np.int32] | None = None  # over the next token, by its grammar
@@ -165,6 +167,12 @@ class Sequence:
         """Whether what may be drawn depends on the tokens before: no step is begun without them."""
         structured = self.params.structured_outputs is not None
         return self.penalised or structured or any(len(word) > 1 for word in self.bad_words)
+
+    def seen_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Its tokens, each once, and how often the output has each."""
+        if self._seen is None:
+            self._seen = SeenTokens(self.token_ids[: self.prompt_len])
+        return self._seen.after(self.token_ids)
 
     @property
     def waits_for_mask(self) -> bool:
