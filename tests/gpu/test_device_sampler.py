@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from rollout.engine.sampler_output import SamplerOutput
@@ -10,6 +13,7 @@ from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import Sampler
 
+VOCABULARY = 700
 SETTINGS = (  # temperature, top_p, min_p, top_k
     (0.0, 1.0, 0.0, 0),
     (1.0, 1.0, 0.0, 0),
@@ -20,22 +24,39 @@ SETTINGS = (  # temperature, top_p, min_p, top_k
 )
 
 
-def _batch(*, edits: bool = False, top: int = -1) -> SamplingMetadata:
+def _batch(*, edited: bool = False, top: int = -1) -> SamplingMetadata:
+    """``edited``: of rows one has a bias, one penalties, one few tokens to draw, one a mask."""
     rows, none = len(SETTINGS), np.empty(0, np.int64)
-    return SamplingMetadata(
+    plain = SamplingMetadata(
         numbers=np.array([(t, p, m, 1, 0, 0) for t, p, m, _ in SETTINGS], np.float32),
         top_k=np.array([k for *_, k in SETTINGS], np.int64),
         seeds=np.arange(rows) + 11,
         counters=np.arange(rows) * 3,
         targets=np.array([4, 17], np.int64),
         num_top=np.full(rows + 2, top, np.int64),
-        edit_rows=np.zeros(int(edits), np.int64),
-        edit_ids=np.full(int(edits), 7, np.int64),
-        edit_values=np.full(int(edits), 50, np.float32),
+        edit_rows=none,
+        edit_ids=none,
+        edit_values=np.empty(0, np.float32),
         seen_ids=none,
         seen_counts=np.empty(0, np.float32),
         seen_rows=none,
         seen_starts=np.zeros(1, np.int64),
+    )
+    if not edited:
+        return plain
+    plain.numbers[2, 3:] = (1.5, 0.5, 0.25)
+    return replace(
+        plain,
+        edit_rows=np.zeros(1, np.int64),
+        edit_ids=np.full(1, 7),
+        edit_values=np.full(1, 50, np.float32),
+        seen_ids=np.arange(0, VOCABULARY, 2),
+        seen_counts=np.resize(np.array([0, 3], np.float32), VOCABULARY // 2),
+        seen_rows=np.full(1, 2),
+        seen_starts=np.array([0, VOCABULARY // 2]),
+        allowed=np.array([(3, 8), (3, 9), (3, 600)]),
+        mask_rows=np.full(1, 4),
+        mask_bits=np.full((1, -(-VOCABULARY // 32)), 0x0F0F0F0F, np.int32),
     )
 
 
@@ -49,17 +70,40 @@ def _assert_equal(a: SamplerOutput, b: SamplerOutput) -> None:
 
 
 def test_both_samplers_agree_on_every_setting() -> None:
-    logits = torch.randn(len(SETTINGS) + 2, 700, generator=torch.Generator().manual_seed(2)) * 3
+    logits = (
+        torch.randn(len(SETTINGS) + 2, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3
+    )
     for dtype in (torch.float32, torch.bfloat16):
         values = logits.to(dtype)
-        _assert_equal(FusedSampler().sample(values, _batch()), Sampler().sample(values, _batch()))
+        for batch in (_batch(), _batch(edited=True), _batch(edited=True, top=2)):
+            _assert_equal(FusedSampler().sample(values, batch), Sampler().sample(values, batch))
 
 
 def test_edits_and_alternatives_are_not_lost() -> None:
-    logits = torch.randn(len(SETTINGS) + 2, 700, generator=torch.Generator().manual_seed(2)) * 3
-    for batch in (_batch(edits=True), _batch(top=2)):
-        _assert_equal(FusedSampler().sample(logits, batch), Sampler().sample(logits, batch))
-    assert int(FusedSampler().sample(logits, _batch(edits=True)).tokens[0]) == 7
+    logits = (
+        torch.randn(len(SETTINGS) + 2, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3
+    )
+    for batch in (_batch(edited=True), _batch(top=2)):
+        given = logits.clone()
+        found = FusedSampler().sample(logits, batch)
+        assert torch.equal(logits, given)
+        _assert_equal(found, Sampler().sample(logits, batch))
+        among = found.top_ids == found.tokens[:, None]
+        assert torch.equal(found.top_logprobs[among], found.raw[among.any(1)])
+        assert among.any() == (batch.most_top > 0)
+    tokens = FusedSampler().sample(logits, _batch(edited=True)).tokens.tolist()
+    assert tokens[0] == 7
+    assert tokens[3] in (8, 9, 600)
+    assert tokens[4] % 8 < 4
+
+
+def test_a_sampler_without_kernels_is_asked_only_for_what_no_kernel_does(monkeypatch) -> None:
+    logits = torch.randn(len(SETTINGS) + 2, VOCABULARY)
+    monkeypatch.setattr(Sampler, "sample", None)
+    for batch in (_batch(), _batch(edited=True), _batch(top=2)):
+        FusedSampler().sample(logits, batch)
+    with pytest.raises(TypeError):
+        FusedSampler().sample(logits, replace(_batch(), kept_rows=np.zeros(1, np.int64)))
 
 
 def test_a_cpu_keeps_its_own_sampler() -> None:

@@ -8,8 +8,15 @@ from torch import Tensor
 
 from rollout.engine.memory import to_device
 from rollout.engine.sampler_output import SamplerOutput
-from rollout.engine.sampling.metadata import MIN_P, TEMPERATURE, TOP_P, Floats, SamplingMetadata
-from rollout.engine.sampling.sampler import Sampler, uniforms
+from rollout.engine.sampling.metadata import (
+    MIN_P,
+    TEMPERATURE,
+    TOP_P,
+    Floats,
+    SamplingMetadata,
+    process_logits,
+)
+from rollout.engine.sampling.sampler import Sampler, alternatives, uniforms
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import sample
 from rollout.kernels.gpu_support import triton_runs
@@ -24,10 +31,11 @@ def make_sampler(device: torch.device, deterministic: bool = False) -> Sampler |
 class FusedSampler:
     """A ``Sampler`` by one kernel, ``sample``: no sort, and the host waits once.
 
-    Batches with allowed tokens, edits, penalties, alternatives, kept sets to tell or rows that
-    score at a temperature go to a ``Sampler``. A row's draw
-    is the same function of its seed and position; the order of float sums differs, so a draw right
-    at the edge of two tokens may fall on the other side.
+    Rows with allowed tokens, edits or penalties are drawn from a copy that has them, and scored by
+    the logits themselves. Batches with alternatives that are not raw, kept sets to tell or rows
+    that score at a temperature go to a ``Sampler``. A row's draw is the same function of its seed
+    and position; the order of float sums differs, so a draw right at the edge of two tokens may
+    fall on the other side.
     """
 
     def __init__(self) -> None:
@@ -37,25 +45,45 @@ class FusedSampler:
         """As ``Sampler.sample``."""
         if is_special(sampling):
             return self._others.sample(logits, sampling)
+        count, filtered = sampling.num_sampled, has_filters(sampling)
         settings = to_device(torch.from_numpy(_settings(sampling)), logits.device)
-        numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
-        tokens, scores = sample(
-            *(logits, settings[:, 0].long(), numbers, settings[:, 4].long(), draws),
-            filtered=has_filters(sampling),
-        )
-        count, none = (
-            sampling.num_sampled,
-            scores.new_empty(sampling.num_rows, 0),
-        )
-        raw, processed, log_kept = scores.unbind(1)
-        return SamplerOutput(tokens, raw, processed[:count], log_kept[:count], none.int(), none)
+        if not is_edited(sampling):
+            tokens, scores = _run(logits, settings, filtered)
+            raw, processed, log_kept = scores.unbind(1)
+        else:
+            values = self._others.copy(logits[:count])
+            process_logits(values, sampling)
+            drawn, scores = _run(values, settings[:count], filtered)
+            _, processed, log_kept = scores.unbind(1)
+            settings[:count] = 0
+            settings[:count, 0] = drawn
+            tokens, scores = _run(logits, settings, False)
+            raw = scores[:, 0]
+        none = scores.new_empty(len(tokens), 0)
+        top = none.int(), none
+        if most := sampling.most_top:
+            # By the token's own score, which is then that of the same token among them.
+            lse = logits.gather(1, tokens[:, None])[:, 0].double() - raw.double()
+            top = alternatives(logits, lse, sampling.num_top, most)
+        return SamplerOutput(tokens, raw, processed[:count], log_kept[:count], *top)
+
+
+def _run(logits: Tensor, settings: Tensor, filtered: bool) -> tuple[Tensor, Tensor]:
+    """``sample`` by the columns of ``_settings``."""
+    numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
+    given, top_k = settings[:, 0].long(), settings[:, 4].long()
+    return sample(logits, given, numbers, top_k, draws, filtered=filtered)
+
+
+def is_edited(sampling: SamplingMetadata) -> bool:
+    """Whether a row is drawn from other logits than the model's."""
+    return any(map(len, sampling.processed_rows))
 
 
 def is_special(sampling: SamplingMetadata) -> bool:
     """Whether a row has what no kernel does, or there is none."""
-    edited = any(map(len, (*sampling.processed_rows, sampling.kept_rows)))
-    edited = edited or len(sampling.target_temperatures) > 0
-    return edited or not sampling.num_rows or int(sampling.num_top.max()) > 0
+    counts = map(len, (sampling.kept_rows, sampling.top_modes))
+    return any(counts) or len(sampling.target_temperatures) > 0 or not sampling.num_rows
 
 
 def has_filters(sampling: SamplingMetadata) -> bool:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.memory import to_device
 from rollout.engine.sequences.sequence import Sequence
 from rollout.generation import TOP_MODES
 
@@ -98,9 +99,8 @@ class SamplingMetadata:
         asked = max(top, default=0) > 0  # of most steps none does, and each costs the host time
         modes = [TOP_MODES.index(p.top_logprobs_mode) for p in params] if asked else []
         tempered = any(temperature != 1 for _, temperature in scored)
-        edits, allowed = _edits(drawing, coming)
-        penalised = [i for i, s in enumerate(drawing) if s.penalised]
-        seen = [drawing[i].seen_tokens() for i in penalised]
+        edited = [(i, s) for i, s in enumerate(drawing) if s.token_edits or s.bad_words]
+        penalised = [(i, s) for i, s in enumerate(drawing) if s.penalised]
         masked = [(i, s.mask) for i, s in enumerate(drawing) if s.mask is not None]
         return cls(
             numbers=np.array([_numbers(p) for p in params], np.float32).reshape(-1, 6),
@@ -110,14 +110,8 @@ class SamplingMetadata:
             targets=targets,
             num_top=np.array(top, np.int64),
             top_modes=np.array(modes if any(modes) else [], np.int64),
-            edit_rows=np.array([e[0] for e in edits], np.int64),
-            edit_ids=np.array([e[1] for e in edits], np.int64),
-            edit_values=np.array([e[2] for e in edits], np.float32),
-            seen_ids=np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in seen)]),
-            seen_counts=np.concatenate([_none(), *(counts for _, counts in seen)]),
-            seen_rows=np.array(penalised, np.int64),
-            seen_starts=np.cumsum([0, *(len(ids) for ids, _ in seen)], dtype=np.int64),
-            allowed=np.array(allowed, np.int64).reshape(-1, 2),
+            **_edits(edited, coming) if edited else _NO_EDITS,
+            **_seen(penalised) if penalised else _NONE_SEEN,
             mask_rows=np.array([row for row, _ in masked], np.int64),
             mask_bits=np.stack([m for _, m in masked]) if masked else np.empty((0, 0), np.int32),
             target_temperatures=np.array([t for _, t in scored if tempered], np.float32),
@@ -203,7 +197,7 @@ class SamplingMetadata:
                 "seeds": self.seeds[rows],
                 "counters": self.counters[rows],
                 "num_top": np.full(len(rows), -1),
-                "seen_starts": np.zeros(1, np.int64),
+                **_NONE_SEEN,
                 "edit_rows": edit_rows,
                 "edit_ids": self.edit_ids[edits],
                 "edit_values": self.edit_values[edits],
@@ -231,6 +225,11 @@ def _empty(name: str) -> NDArray[Any]:
 
 #: what a field of ``SamplingMetadata`` is where it holds nothing
 _EMPTY = {f.name: _empty(f.name) for f in fields(SamplingMetadata)}
+_NO_EDITS = {name: _EMPTY[name] for name in ("edit_rows", "edit_ids", "edit_values", "allowed")}
+_NONE_SEEN: dict[str, Any] = {
+    **{name: _EMPTY[name] for name in ("seen_ids", "seen_counts", "seen_rows")},
+    "seen_starts": np.zeros(1, np.int64),
+}
 
 
 def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
@@ -247,18 +246,20 @@ def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
 
 def _mask_by_grammar(values: Tensor, sampling: SamplingMetadata) -> None:
     """Minus infinity where a row's bit is not set."""
-    bits = torch.from_numpy(sampling.mask_bits).to(values.device)
+    bits = to_device(torch.from_numpy(sampling.mask_bits), values.device)
     shifts = torch.arange(32, dtype=torch.int32, device=values.device)
     kept = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : values.shape[1]]
-    rows = torch.from_numpy(sampling.mask_rows).to(values.device)
+    rows = to_device(torch.from_numpy(sampling.mask_rows), values.device)
     values[rows] = values[rows].masked_fill(~kept, float("-inf"))
 
 
 def _mask_others(values: Tensor, sampling: SamplingMetadata) -> None:
     """Minus infinity for every token of a row in ``allowed`` but those that are there."""
-    rows, ids = torch.from_numpy(sampling.allowed).to(values.device).unbind(1)
+    device = values.device
+    rows, ids = to_device(torch.from_numpy(sampling.allowed), device).unbind(1)
+    limited = to_device(torch.from_numpy(np.unique(sampling.allowed[:, 0])), device)
     kept = values[rows, ids]
-    values[torch.unique_consecutive(rows)] = float("-inf")  # each row once
+    values[limited] = float("-inf")
     values[rows, ids] = kept
 
 
@@ -269,8 +270,12 @@ def _add_edits(values: Tensor, sampling: SamplingMetadata) -> None:
     """
     vocab, device = values.shape[1], values.device
     inside = (sampling.edit_ids >= 0) & (sampling.edit_ids < vocab)
-    index = torch.from_numpy((sampling.edit_rows * vocab + sampling.edit_ids)[inside]).to(device)
-    values.view(-1).index_add_(0, index, torch.from_numpy(sampling.edit_values[inside]).to(device))
+    index = to_device(
+        torch.from_numpy((sampling.edit_rows * vocab + sampling.edit_ids)[inside]), device
+    )
+    values.view(-1).index_add_(
+        0, index, to_device(torch.from_numpy(sampling.edit_values[inside]), device)
+    )
 
 
 def _penalise(values: Tensor, sampling: SamplingMetadata) -> None:
@@ -280,14 +285,14 @@ def _penalise(values: Tensor, sampling: SamplingMetadata) -> None:
     (Keskar 2019). Then, over the output only: minus frequency times the count, minus presence.
     """
     rows, counts, ids = (
-        torch.from_numpy(array).to(values.device)
+        to_device(torch.from_numpy(array), values.device)
         for array in (
             np.repeat(sampling.seen_rows, np.diff(sampling.seen_starts)),
             sampling.seen_counts,
             sampling.seen_ids,
         )
     )
-    numbers = torch.from_numpy(sampling.numbers).to(values.device)[rows]
+    numbers = to_device(torch.from_numpy(sampling.numbers), values.device)[rows]
     score, repetition = values[rows, ids], numbers[:, REPETITION]
     score = torch.where(score < 0, score * repetition, score / repetition)
     minus = numbers[:, FREQUENCY] * counts + numbers[:, PRESENCE] * (counts > 0)
@@ -304,23 +309,42 @@ def _may_end(word: tuple[int, ...], sequence: Sequence) -> bool:
     return tuple(tokens[-before:]) == word[:-1]
 
 
-def _edits(
-    drawing: list[Sequence], coming: Ints
-) -> tuple[list[tuple[int, int, float]], list[tuple[int, int]]]:
-    """(row, token, added to its logit): stops that come too early, and logit_bias; and (row, token)
-    of those that are allowed alone.
+def _seen(penalised: list[tuple[int, Sequence]]) -> dict[str, Any]:
+    """What the fields of that name are, of rows and their sequences."""
+    rows, found = [row for row, _ in penalised], [s.seen_tokens() for _, s in penalised]
+    return {
+        "seen_ids": np.concatenate([ids for ids, _ in found]),
+        "seen_counts": np.concatenate([counts for _, counts in found]),
+        "seen_rows": np.array(rows, np.int64),
+        "seen_starts": np.cumsum([0, *(len(ids) for ids, _ in found)], dtype=np.int64),
+    }
+
+
+def _edits(edited: list[tuple[int, Sequence]], coming: Ints) -> dict[str, Any]:
+    """The edits of rows and their sequences (stops that come too early, the ends of bad words,
+    and logit_bias), and the tokens that are allowed alone.
     """
-    edits: list[tuple[int, int, float]] = []
-    allowed: list[tuple[int, int]] = []
-    for row, sequence in enumerate(drawing):
-        params = sequence.params
-        if params.min_tokens and params.min_tokens > sequence.output_len + coming[row]:
-            edits += [(row, token, float("-inf")) for token in sorted(sequence.stop_ids)]
-        for word in sequence.bad_words:
-            if _may_end(word, sequence):
-                edits.append((row, word[-1], float("-inf")))
-        if params.logit_bias:
-            edits += [(row, token, bias) for token, bias in params.logit_bias.items()]
-        if params.allowed_token_ids:
-            allowed += [(row, token) for token in params.allowed_token_ids]
-    return edits, allowed
+    never = np.float32(-np.inf)
+    found: list[tuple[int, Ints, Floats]] = []
+    allowed: list[tuple[int, Ints]] = []
+    for row, sequence in edited:
+        if sequence.bad_words:
+            ends = [word[-1] for word in sequence.bad_words if _may_end(word, sequence)]
+            found.append((row, np.array(ends, np.int64), np.full(len(ends), never)))
+        if (asked := sequence.token_edits) is None:
+            continue
+        if sequence.params.min_tokens > sequence.output_len + coming[row]:
+            found.append((row, asked.stops, np.full(len(asked.stops), never)))
+        found.append((row, asked.bias_ids, asked.bias))
+        allowed.append((row, asked.allowed))
+    rows, ids = _joined([(row, tokens) for row, tokens, _ in found])
+    values = np.concatenate([_none(), *(added for *_, added in found)])
+    fields = {"edit_rows": rows, "edit_ids": ids, "edit_values": values}
+    return {**fields, "allowed": np.stack(_joined(allowed), 1)}
+
+
+def _joined(owned: list[tuple[int, Ints]]) -> tuple[Ints, Ints]:
+    """Tokens of rows, one behind the other: whose they are, and they."""
+    owners = [row for row, _ in owned]
+    rows = np.repeat(np.array(owners, np.int64), [len(tokens) for _, tokens in owned])
+    return rows, np.concatenate([np.empty(0, np.int64), *(tokens for _, tokens in owned)])

@@ -55,12 +55,12 @@ class Sampler:
             for first in range(start, stop, step):
                 last = min(first + step, stop)
                 part, rows = logits[first:last], sampling.rows(first, last)
-                values = self._copy(part)
+                values = self.copy(part)
                 process_logits(values, rows)
                 parts.append(_sample(part, rows, values))
         return SamplerOutput.cat(parts)
 
-    def _copy(self, logits: Tensor) -> Tensor:
+    def copy(self, logits: Tensor) -> Tensor:
         """Float32 in a kept area: fresh pages would cost more than the arithmetic."""
         if self._area is None or self._area.numel() < logits.numel():
             self._area = torch.empty(logits.numel(), device=logits.device)
@@ -130,7 +130,7 @@ def _sample(logits: Tensor, sampling: SamplingMetadata, values: Tensor | None) -
         rows = np.flatnonzero(sampling.top_modes)
         num_top = num_top.copy()
         num_top[rows] = 0
-    top = _alternatives(logits, raw.lse, num_top, sampling.most_top, scale)
+    top = alternatives(logits, raw.lse, num_top, sampling.most_top, scale)
     if own_top is not None:
         where = torch.from_numpy(rows).to(device)
         for column, own in zip(top, own_top, strict=True):
@@ -142,7 +142,7 @@ def _draw(
     values: Tensor, scan: _Scan, sampling: SamplingMetadata
 ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor], tuple[Tensor, Tensor] | None]:
     """Tokens int64, their processed logprobs and the logs of the kept mass float64, all [S]; what
-    was left of the rows that ask; and ``_alternatives`` of those whose mode is not raw.
+    was left of the rows that ask; and ``alternatives`` of those whose mode is not raw.
 
     No logprobs where neither temperature nor filter changed them: they are those of ``scan``.
     """
@@ -165,7 +165,7 @@ def _draw(
     own_top = None
     if len(modes := sampling.top_modes):
         filtered = torch.from_numpy(modes == PROCESSED).to(device)
-        own_top = _alternatives(
+        own_top = alternatives(
             values,
             scan.lse + torch.where(filtered, log_kept, 0),
             np.where(modes > 0, sampling.num_top[: len(modes)], 0),
@@ -233,12 +233,12 @@ def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
     return values if scale is None else values.float() / scale
 
 
-def _alternatives(
+def alternatives(
     logits: Tensor,
     lse: Tensor,
     num_top: NDArray[np.int64],
     most: int,
-    scale: Tensor | None,
+    scale: Tensor | None = None,
     edges: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``scale`` [R]: the temperatures at which ``lse`` is; their order is the logits' own.

@@ -17,6 +17,7 @@ from rollout.engine.sequences.score_builder import ScoreBuilder
 from rollout.engine.sequences.seen_tokens import SeenTokens
 from rollout.engine.sequences.snapshot import Snapshot
 from rollout.engine.sequences.span_builder import SpanBuilder
+from rollout.engine.sequences.token_edits import TokenEdits
 from rollout.engine.sequences.trial import Trial
 from rollout.generation import PlacedImage, SamplingParams, VersionSpan
 from rollout.generation.packed import experts_of
@@ -83,6 +84,7 @@ class Sequence:
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
     _seen: SeenTokens | None = field(init=False, default=None)  # once a penalty has asked for it
+    token_edits: TokenEdits | None = field(init=False)
     draws: bool = field(init=False)
     _prompt_cache_ids: list[int] = field(init=False)
     mask: NDArray[np.int32] | None = None  # over the next token, by its grammar
@@ -135,6 +137,7 @@ class Sequence:
         self._prompt_cache_ids = [] if placed is None else placed.cache_ids(prompt_token_ids)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.penalised = penalties != (1, 0, 0)
+        self.token_edits = TokenEdits.of(params, self.stop_ids)
         self.draws = params.max_tokens != 0
         self.top = None if params.logprobs is None else []
         if params.return_sampling_mask:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.sampler_output import SamplerOutput
-from rollout.engine.sampling.fused_sampler import has_filters, is_special
+from rollout.engine.sampling.fused_sampler import has_filters, is_edited, is_special
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker.decode_inputs import DecodeInputs
 from rollout.kernels import sample
@@ -99,7 +99,8 @@ class DrawGraphs:
     @staticmethod
     def takes(sampling: SamplingMetadata) -> bool:
         """Whether rows that all draw have nothing that another sampler is for."""
-        return sampling.num_sampled == sampling.num_rows and not is_special(sampling)
+        all_draw = sampling.num_sampled == sampling.num_rows and sampling.most_top == 0
+        return all_draw and not is_edited(sampling) and not is_special(sampling)
 
     def replay(self, size: int, sampling: SamplingMetadata) -> SamplerOutput:
         """What the rows of a step of ``size`` draw, those of ``sampling`` and no others; on the
