@@ -2,6 +2,8 @@
 
     python benchmarks/host_work.py --sequences 256
     python benchmarks/host_work.py --sequences 256 --beside ANOTHER_CHECKOUT --rounds 5
+    python benchmarks/host_work.py --sequences 64 --prompt 8192 \\
+        --sampling '{"repetition_penalty": 1.1}'
 
 Prints milliseconds of a step, medians over its steps: "schedule", "build" (its arrays), "book"
 (tokens to their sequences) and "publish", as `rollout bench --profile` names them, "read" (a
@@ -35,11 +37,11 @@ from rollout.engine.steps.batch import decode_batch
 from rollout.generation import Request, SamplingParams
 from rollout.wire.frames import Reply
 
-PROMPT, VOCAB = 64, 1000
+VOCAB = 1000
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB,
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
-    "num_key_value_heads": 1, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 1, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False, "torch_dtype": "float32",
 }  # fmt: skip
 INFO = {
@@ -77,7 +79,9 @@ class AnswersAtOnce:
         return [future]
 
 
-def measure(sequences: int, steps: int, stream: bool) -> dict[str, float]:
+def measure(
+    sequences: int, prompt: int, steps: int, stream: bool, sampling: Mapping[str, Any]
+) -> dict[str, float]:
     """Milliseconds of a step, by what they go into."""
     times: dict[str, list[float]] = defaultdict(list)
 
@@ -95,8 +99,8 @@ def measure(sequences: int, steps: int, stream: bool) -> dict[str, float]:
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
         config = EngineConfig(
             model=folder, skip_tokenizer_init=True, max_num_seqs=sequences, device="cpu",
-            num_kv_blocks=sequences * (-(-(PROMPT + steps) // 16) + 2), block_size=16,
-            max_num_batched_tokens=max(2048, sequences * PROMPT), async_scheduling=False,
+            num_kv_blocks=sequences * (-(-(prompt + steps) // 16) + 2), block_size=16,
+            max_num_batched_tokens=max(2048, sequences * prompt), async_scheduling=False,
         )  # fmt: skip
         executor = AnswersAtOnce()
         core = EngineCore(config, executor=executor)  # type: ignore[arg-type]
@@ -112,7 +116,8 @@ def measure(sequences: int, steps: int, stream: bool) -> dict[str, float]:
         core.outputs.step = timed("book", core.outputs.step)  # type: ignore
         core.outputs.publish = timed("publish", core.outputs.publish)  # type: ignore
         loop._step = timed("step", loop._step)
-        done, params = threading.Event(), SamplingParams(max_tokens=steps, temperature=1.0)
+        done = threading.Event()
+        params = SamplingParams(**{"max_tokens": steps, "temperature": 1.0, **sampling})
         left = {f"r{n}" for n in range(sequences)}
 
         def sink(item: Any) -> None:
@@ -124,7 +129,7 @@ def measure(sequences: int, steps: int, stream: bool) -> dict[str, float]:
         requests = [
             Request(
                 request_id=f"r{n}",
-                prompt_token_ids=tuple((7 * n + i) % VOCAB for i in range(PROMPT)),
+                prompt_token_ids=tuple((7 * n + i) % VOCAB for i in range(prompt)),
                 params=params,
             )
             for n in range(sequences)
@@ -142,14 +147,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--stream", action="store_true", help="every token to its caller")
+    parser.add_argument("--sampling", type=json.loads, default={}, help="JSON of SamplingParams")
     beside.add_flags(parser, rounds=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    words = ["--sequences", str(args.sequences), "--steps", str(args.steps)]
+    words = ["--sequences", str(args.sequences), "--prompt", str(args.prompt)]
+    words += ["--steps", str(args.steps), "--sampling", json.dumps(args.sampling)]
     words += ["--stream"] if args.stream else []
-    beside.run(args, lambda: measure(args.sequences, args.steps, args.stream), words)
+    given = args.sequences, args.prompt, args.steps, args.stream, args.sampling
+    beside.run(args, lambda: measure(*given), words)
 
 
 if __name__ == "__main__":

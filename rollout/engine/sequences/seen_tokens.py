@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from itertools import islice
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,18 +14,23 @@ class SeenTokens:
     """
 
     def __init__(self, prompt: list[int]) -> None:
-        self._ids = array("q", dict.fromkeys(prompt))
-        self._counts = array("f", [0.0]) * len(self._ids)
-        self._places = {token: place for place, token in enumerate(self._ids)}
+        ids = dict.fromkeys(prompt)
+        self._places = {token: place for place, token in enumerate(ids)}
+        self._ids = np.array([*ids], np.int64)
+        self._counts = np.zeros(len(ids), np.float32)
         self._taken = len(prompt)
 
     def after(self, token_ids: list[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens and counts, [n] each; ``token_ids``: the sequence's, of which it had the first."""
-        for token in islice(token_ids, self._taken, None):
-            place = self._places.setdefault(token, len(self._ids))
+        """Tokens and counts, [n] each, valid until the next call; ``token_ids``: the sequence's,
+        of which it has taken the first.
+        """
+        for token in token_ids[self._taken :]:
+            place = self._places.setdefault(token, len(self._places))
             if place == len(self._ids):
-                self._ids.append(token)
-                self._counts.append(0.0)
+                self._ids = np.resize(self._ids, 2 * place)
+                self._counts = np.concatenate([self._counts, np.zeros(place, np.float32)])
+            self._ids[place] = token
             self._counts[place] += 1
         self._taken = len(token_ids)
-        return np.array(self._ids), np.array(self._counts)
+        count = len(self._places)
+        return self._ids[:count], self._counts[:count]
