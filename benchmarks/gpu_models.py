@@ -27,12 +27,12 @@ from rollout.distributed import Rendezvous, RendezvousServer, TensorParallel, jo
 from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.worker.cuda_graphs import DecodeGraphs
-from rollout.engine.worker.decode_inputs import DecodeInputs
-from rollout.engine.worker.draw_graphs import CapturePool, capture
+from rollout.engine.worker.graphs.decode_graphs import DecodeGraphs
+from rollout.engine.worker.graphs.decode_inputs import DecodeInputs
+from rollout.engine.worker.graphs.draw_graphs import CapturePool, capture
+from rollout.engine.worker.graphs.prefill_graphs import PrefillGraphs
+from rollout.engine.worker.graphs.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.kv_cache import KVCache, KVShape
-from rollout.engine.worker.prefill_graphs import PrefillGraphs
-from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.op import Op
 from rollout.models.build import build_model

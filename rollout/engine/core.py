@@ -57,7 +57,7 @@ from rollout.engine.serving_lease import LEAVING, ServingLease
 from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.version_switch import VersionSwitch
-from rollout.engine.worker.cuda_graphs import check_graphs
+from rollout.engine.worker.graphs.decode_graphs import check_graphs
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -23,7 +23,7 @@ from rollout.engine.memory_plan import (
 )
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.tokenizer import Tokenizer
-from rollout.engine.worker.cuda_graphs import check_graphs
+from rollout.engine.worker.graphs.decode_graphs import check_graphs
 from rollout.engine.worker.held_component import HeldComponent, head_behind
 from rollout.engine.worker.kv_cache import KVCache, KVShape
 from rollout.engine.worker.state_cache import StateShape

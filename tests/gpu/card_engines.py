@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rollout import Rollout, SamplingParams
-from rollout.engine.worker import draw_graphs
+from rollout.engine.worker.graphs import draw_graphs
 
 PRETENDED = torch.cuda.is_available() and torch.cuda.get_device_name() == "pretended"
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 4]]

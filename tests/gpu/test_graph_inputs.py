@@ -16,11 +16,11 @@ from tiny_models import write_tiny
 from rollout import kernels
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
-from rollout.engine.worker.captured_parts import CapturedParts
-from rollout.engine.worker.cuda_graphs import padded_sizes, wants_graphs
-from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
-from rollout.engine.worker.graph_sets import GraphSets
-from rollout.engine.worker.prefill_inputs import (
+from rollout.engine.worker.graphs.captured_parts import CapturedParts
+from rollout.engine.worker.graphs.decode_graphs import padded_sizes, wants_graphs
+from rollout.engine.worker.graphs.decode_inputs import DecodeInputs, is_decode
+from rollout.engine.worker.graphs.graph_sets import GraphSets
+from rollout.engine.worker.graphs.prefill_inputs import (
     PrefillInputs,
     PrefillShape,
     prefill_shapes,

@@ -31,9 +31,10 @@ from tiny_models import write_tiny
 from rollout import AsyncRollout, Rollout, SamplingParams
 from rollout.engine.sampling.fused_sampler import has_filters
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.worker import draw_graphs, weight_instances
-from rollout.engine.worker.cuda_graphs import DecodeGraphs
-from rollout.engine.worker.draw_graphs import CapturePool, DrawGraphs, capture
+from rollout.engine.worker import weight_instances
+from rollout.engine.worker.graphs import draw_graphs
+from rollout.engine.worker.graphs.decode_graphs import DecodeGraphs
+from rollout.engine.worker.graphs.draw_graphs import CapturePool, DrawGraphs, capture
 from rollout.errors import ChecksumMismatch, EngineClosed, TransferFailed
 from rollout.integrations.fan_out import FanOut
 from rollout.kernels import copy_regions, digest_regions, gpu_launch

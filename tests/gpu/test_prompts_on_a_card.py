@@ -15,7 +15,7 @@ from tiny_heads import foresee, write_release
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
-from rollout.engine.worker.prefill_graphs import PrefillGraphs
+from rollout.engine.worker.graphs.prefill_graphs import PrefillGraphs
 from rollout.models.causal_lm import CausalLM
 from rollout.models.prediction.head import HeadBehind
 

@@ -13,7 +13,7 @@ from rollout.engine.sampling.fused_sampler import FusedSampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import Sampler
 from rollout.engine.steps.draft_batch import DraftBatch
-from rollout.engine.worker.graph_sets import GraphSets, Part
+from rollout.engine.worker.graphs.graph_sets import GraphSets, Part
 from rollout.engine.worker.kv_cache import KVCache
 from rollout.models.causal_lm import CausalLM
 from rollout.models.forward import ForwardBatch

@@ -24,7 +24,7 @@ from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.steps.batch import decode_batch, with_drawn
 from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.engine.worker.draft_runner import DraftParts, DraftRunner
-from rollout.engine.worker.graph_sets import GraphSets, Part
+from rollout.engine.worker.graphs.graph_sets import GraphSets, Part
 from rollout.engine.worker.head_runner import HeadRunner
 from rollout.engine.worker.held_component import HeldComponent, head_behind
 from rollout.engine.worker.kv_cache import KVCache, KVShape

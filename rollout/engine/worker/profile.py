@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollout.engine.worker.cuda_graphs import DecodeGraphs
-from rollout.engine.worker.prefill_graphs import PrefillGraphs
+from rollout.engine.worker.graphs.decode_graphs import DecodeGraphs
+from rollout.engine.worker.graphs.prefill_graphs import PrefillGraphs
 from rollout.kernels.op import watch_ops
 from rollout.models.causal_lm import CausalLM
 

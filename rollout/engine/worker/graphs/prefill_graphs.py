@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.engine.worker.draw_graphs import CapturePool, capture
-from rollout.engine.worker.prefill_inputs import PrefillInputs, PrefillShape
+from rollout.engine.worker.graphs.draw_graphs import CapturePool, capture
+from rollout.engine.worker.graphs.prefill_inputs import PrefillInputs, PrefillShape
 from rollout.kernels.paged_attention import has_few_queries
 from rollout.models.forward import ForwardBatch
 

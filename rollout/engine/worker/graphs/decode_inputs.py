@@ -8,8 +8,8 @@ from torch import Tensor
 from rollout.engine.sampling.fused_sampler import row_numbers
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import uniforms
-from rollout.engine.worker.captured_parts import CapturedParts
-from rollout.engine.worker.input_memory import Fields, InputMemory
+from rollout.engine.worker.graphs.captured_parts import CapturedParts
+from rollout.engine.worker.graphs.input_memory import Fields, InputMemory
 from rollout.models.forward import ForwardBatch
 
 

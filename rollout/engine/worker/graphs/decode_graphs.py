@@ -18,8 +18,8 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.worker.decode_inputs import DecodeInputs, is_decode
-from rollout.engine.worker.draw_graphs import CapturePool, DrawGraphs, capture
+from rollout.engine.worker.graphs.decode_inputs import DecodeInputs, is_decode
+from rollout.engine.worker.graphs.draw_graphs import CapturePool, DrawGraphs, capture
 from rollout.errors import ConfigError
 from rollout.models.forward import ForwardBatch
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout.engine.worker.captured_parts import CapturedParts
-from rollout.engine.worker.input_memory import InputMemory
+from rollout.engine.worker.graphs.captured_parts import CapturedParts
+from rollout.engine.worker.graphs.input_memory import InputMemory
 from rollout.kernels.paged_attention import has_few_queries
 from rollout.models.forward import ForwardBatch
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rollout.engine.worker.input_memory import Fields, InputMemory
+from rollout.engine.worker.graphs.input_memory import Fields, InputMemory
 from rollout.kernels.lora_linear import TILE
 from rollout.models.forward import ForwardBatch
 

@@ -15,18 +15,18 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.worker.captured_parts import CapturedParts
-from rollout.engine.worker.cuda_graphs import (
+from rollout.engine.worker.graphs.captured_parts import CapturedParts
+from rollout.engine.worker.graphs.decode_graphs import (
     DecodeGraphs,
     graph_bytes,
     padded_sizes,
     wants_graphs,
 )
-from rollout.engine.worker.decode_inputs import DecodeInputs
-from rollout.engine.worker.draw_graphs import CapturePool
+from rollout.engine.worker.graphs.decode_inputs import DecodeInputs
+from rollout.engine.worker.graphs.draw_graphs import CapturePool
+from rollout.engine.worker.graphs.prefill_graphs import PrefillGraphs
+from rollout.engine.worker.graphs.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.kv_cache import KVCache
-from rollout.engine.worker.prefill_graphs import PrefillGraphs
-from rollout.engine.worker.prefill_inputs import PrefillInputs, prefill_shapes
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.paged_attention import has_gpu_kernel
 from rollout.models.adapters.instance import InstanceAdapters

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.fused_sampler import has_filters, is_edited, is_special
 from rollout.engine.sampling.metadata import SamplingMetadata
-from rollout.engine.worker.decode_inputs import DecodeInputs
+from rollout.engine.worker.graphs.decode_inputs import DecodeInputs
 from rollout.kernels import sample
 
 _cuda: Any = torch.cuda  # parts of it have no types
