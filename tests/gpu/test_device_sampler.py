@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from rollout.engine.sampler_output import SamplerOutput
+from rollout.engine.sampling import fused_sampler
 from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import Sampler
+from rollout.kernels import sample
+from rollout.kernels.gpu_support import interpreted, triton_runs
 
 VOCABULARY = 700
 SETTINGS = (  # temperature, top_p, min_p, top_k
@@ -110,5 +113,24 @@ def test_a_cpu_keeps_its_own_sampler() -> None:
     assert type(make_sampler(torch.device("cpu"))) is Sampler
 
 
-def test_a_deterministic_engine_has_one_sampler_whatever_the_rows_beside_a_row_ask_for() -> None:
-    assert type(make_sampler(torch.device("cuda"), deterministic=True)) is Sampler
+@pytest.mark.skipif(not (triton_runs() and interpreted()), reason="needs Triton's interpreter")
+def test_no_row_of_a_deterministic_engine_depends_on_what_the_others_ask_for(monkeypatch) -> None:
+    """By the kernels: rows of every kind, one of which tells what is left to it, and alone."""
+    monkeypatch.setattr(fused_sampler, "sample", sample.implementation("triton"))
+    logits = (
+        torch.randn(len(SETTINGS) + 2, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3
+    )
+    sampler = make_sampler(torch.device("cuda"), deterministic=True)
+    others = {"kept_rows": np.full(1, 5), "target_temperatures": np.array([1, 2], np.float32)}
+    for values in (logits, logits.bfloat16()):
+        together = sampler.sample(values, mixed := replace(_batch(edited=True, top=2), **others))
+        rows = [slice(row, row + 1) for row in range(len(values))]
+        alone = SamplerOutput.cat(
+            [sampler.sample(values[row], mixed.rows(row.start, row.stop)) for row in rows]
+        )
+        plain = sampler.sample(values, _batch(top=2))
+        for name in ("tokens", "raw", "processed", "log_kept_mass", "top_ids", "top_logprobs"):
+            found = getattr(together, name)
+            assert torch.equal(found, getattr(alone, name)), name
+            assert torch.equal(found[1], getattr(plain, name)[1]), name  # a row without anything
+        assert torch.equal(together.kept_ids, alone.kept_ids)

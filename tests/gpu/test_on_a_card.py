@@ -835,10 +835,13 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tiny_qwen3: Path, tra
 
 
 def test_deterministic_decoding_does_not_depend_on_the_batch(tiny_qwen3: Path) -> None:
-    """Bits, so tokens and all three logprobs of each."""
+    """Bits, so tokens and all three logprobs of each, nor on what the others ask for."""
+    drawn = replace(GREEDY, temperature=0.8, seed=5)
+    mixed = [drawn, replace(drawn, top_p=0.8), replace(SPECIAL, temperature=1.0, seed=5)]
     with card_engine(tiny_qwen3, deterministic=True) as engine:
-        together = [output.outputs[0] for output in engine.generate(PROMPTS, GREEDY)]
-        alone = [engine.generate([p], GREEDY)[0].outputs[0] for p in PROMPTS]
-    for one, among in zip(alone, together, strict=True):
-        assert one.token_ids == among.token_ids
-        assert one.logprobs == among.logprobs
+        for settings in ([GREEDY] * 3, mixed):
+            together = engine.generate(PROMPTS, settings)
+            for prompt, asked, among in zip(PROMPTS, settings, together, strict=True):
+                [alone] = engine.generate([prompt], asked)
+                assert alone.outputs[0].token_ids == among.outputs[0].token_ids
+                assert alone.outputs[0].logprobs == among.outputs[0].logprobs

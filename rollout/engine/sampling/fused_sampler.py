@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,9 +25,9 @@ from rollout.kernels.gpu_support import triton_runs
 
 
 def make_sampler(device: torch.device, deterministic: bool = False) -> Sampler | FusedSampler:
-    """The sampler for logits on ``device``."""
-    fused = device.type == "cuda" and triton_runs() and not deterministic
-    return FusedSampler() if fused else Sampler()
+    """The sampler for logits on ``device``; ``deterministic``: no row's bits depend on others."""
+    fused = device.type == "cuda" and triton_runs()
+    return FusedSampler(deterministic) if fused else Sampler()
 
 
 class FusedSampler:
@@ -35,17 +37,24 @@ class FusedSampler:
     the logits themselves. Batches with alternatives that are not raw, kept sets to tell or rows
     that score at a temperature go to a ``Sampler``. A row's draw is the same function of its seed
     and position; the order of float sums differs, so a draw right at the edge of two tokens may
-    fall on the other side.
+    fall on the other side. ``deterministic``: each row is drawn as if it were alone, whatever the
+    others ask for, and by kernels that were compiled once.
     """
 
-    def __init__(self) -> None:
-        self._others = Sampler()
+    def __init__(self, deterministic: bool = False) -> None:
+        self._others, self._deterministic = Sampler(), deterministic
 
     def sample(self, logits: Tensor, sampling: SamplingMetadata) -> SamplerOutput:
         """As ``Sampler.sample``."""
+        if not self._deterministic or is_plain(sampling):
+            return self._sample(logits, sampling)
+        runs = _runs(sampling)
+        return SamplerOutput.cat([self._sample(logits[a:b], sampling.rows(a, b)) for a, b in runs])
+
+    def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> SamplerOutput:
         if is_special(sampling):
             return self._others.sample(logits, sampling)
-        count, filtered = sampling.num_sampled, has_filters(sampling)
+        count, filtered = sampling.num_sampled, self._deterministic or has_filters(sampling)
         settings = to_device(torch.from_numpy(_settings(sampling)), logits.device)
         if not is_edited(sampling):
             tokens, scores = _run(logits, settings, filtered)
@@ -57,7 +66,7 @@ class FusedSampler:
             _, processed, log_kept = scores.unbind(1)
             settings[:count] = 0
             settings[:count, 0] = drawn
-            tokens, scores = _run(logits, settings, False)
+            tokens, scores = _run(logits, settings, self._deterministic)
             raw = scores[:, 0]
         none = scores.new_empty(len(tokens), 0)
         top = none.int(), none
@@ -84,6 +93,24 @@ def is_special(sampling: SamplingMetadata) -> bool:
     """Whether a row has what no kernel does, or there is none."""
     counts = map(len, (sampling.kept_rows, sampling.top_modes))
     return any(counts) or len(sampling.target_temperatures) > 0 or not sampling.num_rows
+
+
+def is_plain(sampling: SamplingMetadata) -> bool:
+    """Whether its rows can be drawn behind a captured step."""
+    return not is_edited(sampling) and not is_special(sampling)
+
+
+def _runs(sampling: SamplingMetadata) -> list[tuple[int, int]]:
+    """Neighbouring rows of one kind: that the kernel draws, that it draws edited, and others."""
+    kinds = np.zeros(sampling.num_rows, np.int8)
+    for rows in sampling.processed_rows:
+        kinds[rows] = 1
+    kinds[sampling.kept_rows] = 2
+    kinds[: len(sampling.top_modes)][sampling.top_modes > 0] = 2
+    if len(sampling.target_temperatures):
+        kinds[sampling.num_sampled :] = 2
+    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
+    return list(pairwise(edges))
 
 
 def has_filters(sampling: SamplingMetadata) -> bool:

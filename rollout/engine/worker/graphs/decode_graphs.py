@@ -73,8 +73,8 @@ class DecodeGraphs:
 
     All ranks of a model build it with the same sizes and give it the same batches, since captured
     collectives run in lockstep. ``inputs`` and ``pool`` are shared with what is never replayed at
-    the same time. ``draws``: what ``FusedSampler`` does with the logits, too; the attribute is None
-    where that could not be.
+    the same time. ``draws``: what ``FusedSampler`` does with the logits, too, one that is
+    ``deterministic`` or not; the attribute is None where that could not be.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class DecodeGraphs:
         pool: CapturePool,
         device: torch.device,
         draws: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.inputs, self.pool = inputs, pool
         self._captured: dict[int, tuple[Any, Tensor]] = {}  # by size: a graph, and its logits
@@ -93,7 +94,7 @@ class DecodeGraphs:
             for size in sorted(set(sizes), reverse=True):
                 run = partial(forward, self.inputs.batch(size))
                 self._captured[size] = capture(run, self.pool)
-            self.draws = self._capture_draws() if draws else None
+            self.draws = self._capture_draws(deterministic) if draws else None
         self.sizes = tuple(sorted(self._captured))
 
     def run(self, batch: ForwardBatch) -> Tensor | None:
@@ -128,10 +129,10 @@ class DecodeGraphs:
         self._captured[size][0].replay()
         return size
 
-    def _capture_draws(self) -> DrawGraphs | None:
+    def _capture_draws(self, deterministic: bool) -> DrawGraphs | None:
         logits = {size: found for size, (_, found) in self._captured.items()}
         try:
-            return DrawGraphs(logits, self.inputs, self.pool)
+            return DrawGraphs(logits, self.inputs, self.pool, deterministic)
         except Exception:  # it is as right outside of a graph, and only slower
             log.warning("the sampler is not captured with the decode steps", exc_info=True)
             return None

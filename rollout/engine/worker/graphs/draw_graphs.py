@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine.sampler_output import SamplerOutput
-from rollout.engine.sampling.fused_sampler import has_filters, is_edited, is_special
+from rollout.engine.sampling.fused_sampler import has_filters, is_plain
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker.graphs.decode_inputs import DecodeInputs
 from rollout.kernels import sample
@@ -80,11 +80,17 @@ class DrawGraphs:
     pay for it, a rank that does not sample has none, and where it cannot be captured the others
     still are. Rows without filters have one of two launches, those with some one of many.
     ``logits``: [size, vocabulary] by size, written by each replay of the pass before.
+    ``deterministic``: as ``FusedSampler``'s, all rows have that of many.
     """
 
     def __init__(
-        self, logits: Mapping[int, Tensor], inputs: DecodeInputs, pool: CapturePool
+        self,
+        logits: Mapping[int, Tensor],
+        inputs: DecodeInputs,
+        pool: CapturePool,
+        deterministic: bool = False,
     ) -> None:
+        self._deterministic = deterministic
         device = next(iter(logits.values())).device
         self._inputs = inputs
         self._given = torch.full((inputs.rows,), -1, dtype=torch.int64, device=device)
@@ -93,21 +99,22 @@ class DrawGraphs:
         self._captured = {
             (size, filtered): capture(self._draw(rows, filtered), pool)
             for size, rows in logits.items()
-            for filtered in (False, True)
+            for filtered in ((True,) if deterministic else (False, True))
         }
 
     @staticmethod
     def takes(sampling: SamplingMetadata) -> bool:
         """Whether rows that all draw have nothing that another sampler is for."""
         all_draw = sampling.num_sampled == sampling.num_rows and sampling.most_top == 0
-        return all_draw and not is_edited(sampling) and not is_special(sampling)
+        return all_draw and is_plain(sampling)
 
     def replay(self, size: int, sampling: SamplingMetadata) -> SamplerOutput:
         """What the rows of a step of ``size`` draw, those of ``sampling`` and no others; on the
         device, valid until the next call. The inputs hold their settings, and the logits are there.
         """
         count = sampling.num_rows
-        graph, (tokens, scores) = self._captured[size, has_filters(sampling)]
+        filtered = self._deterministic or has_filters(sampling)
+        graph, (tokens, scores) = self._captured[size, filtered]
         graph.replay()
         raw, processed, log_kept = scores[:count].unbind(1)
         none = scores.new_empty(count, 0)

@@ -180,6 +180,7 @@ class GraphSets:
             pool,
             self._device,
             draws=self._draws,
+            deterministic=self._config.deterministic,
         )
         self._draws = graphs.draws is not None  # else it would fail again
         self._decode[model] = graphs
