@@ -29,8 +29,8 @@ class SamplerOutput:
     was asked about.
     ``kept_counts`` and ``kept_ids``: of the rows that draw and ask how many tokens were left to
     each, and those, one row's after the other's; 0 where that was the whole vocabulary.
-    ``packed``: where a captured step has put all that its rows, which all draw, have: a token, and
-    raw, processed and log_kept_mass in the two words behind it.
+    ``packed``: where a captured step has put what each of its rows has, which all draw: a token,
+    and raw, processed and log_kept_mass in the two words behind it.
     ``drafts``: the tokens that were drafted in the step, in the order of its entries; on the host
     from the first, and so beside the other columns on their way there.
     """
@@ -73,7 +73,8 @@ class SamplerOutput:
         device = self.tokens.device
         if device.type == "cpu":
             return lambda: self
-        if self.packed is not None and self.experts is None:
+        alone = self.experts is None and self.kept_counts is None and not self.top_ids.shape[1]
+        if self.packed is not None and alone:
             words = _to_host(self.packed)
             return lambda: _unpacked(words())
         named, experts = self._columns(), None

@@ -70,6 +70,9 @@ def _assert_equal(a: SamplerOutput, b: SamplerOutput) -> None:
         assert x.dtype == y.dtype
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     assert torch.equal(a.top_ids, b.top_ids)
+    for name in ("kept_counts", "kept_ids"):
+        x, y = getattr(a, name), getattr(b, name)
+        assert x is y is None or torch.equal(x, y)
 
 
 def test_both_samplers_agree_on_every_setting() -> None:
@@ -78,7 +81,9 @@ def test_both_samplers_agree_on_every_setting() -> None:
     )
     for dtype in (torch.float32, torch.bfloat16):
         values = logits.to(dtype)
-        for batch in (_batch(), _batch(edited=True), _batch(edited=True, top=2)):
+        edited = _batch(edited=True, top=2)
+        asking = {"kept_rows": np.arange(len(SETTINGS))}
+        for batch in (_batch(), edited, replace(_batch(), **asking), replace(edited, **asking)):
             _assert_equal(FusedSampler().sample(values, batch), Sampler().sample(values, batch))
 
 
@@ -103,10 +108,12 @@ def test_edits_and_alternatives_are_not_lost() -> None:
 def test_a_sampler_without_kernels_is_asked_only_for_what_no_kernel_does(monkeypatch) -> None:
     logits = torch.randn(len(SETTINGS) + 2, VOCABULARY)
     monkeypatch.setattr(Sampler, "sample", None)
-    for batch in (_batch(), _batch(edited=True), _batch(top=2)):
+    asking = replace(_batch(), kept_rows=np.zeros(1, np.int64))
+    for batch in (_batch(), _batch(edited=True), _batch(top=2), asking):
         FusedSampler().sample(logits, batch)
+    own = replace(_batch(top=2), top_modes=np.ones(len(SETTINGS), np.int64))
     with pytest.raises(TypeError):
-        FusedSampler().sample(logits, replace(_batch(), kept_rows=np.zeros(1, np.int64)))
+        FusedSampler().sample(logits, own)
 
 
 def test_a_cpu_keeps_its_own_sampler() -> None:
@@ -115,13 +122,17 @@ def test_a_cpu_keeps_its_own_sampler() -> None:
 
 @pytest.mark.skipif(not (triton_runs() and interpreted()), reason="needs Triton's interpreter")
 def test_no_row_of_a_deterministic_engine_depends_on_what_the_others_ask_for(monkeypatch) -> None:
-    """By the kernels: rows of every kind, one of which tells what is left to it, and alone."""
+    """By the kernels: rows of every kind together, and each alone."""
     monkeypatch.setattr(fused_sampler, "sample", sample.implementation("triton"))
     logits = (
         torch.randn(len(SETTINGS) + 2, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3
     )
     sampler = make_sampler(torch.device("cuda"), deterministic=True)
-    others = {"kept_rows": np.full(1, 5), "target_temperatures": np.array([1, 2], np.float32)}
+    others = {
+        "kept_rows": np.array([2, 5]),
+        "target_temperatures": np.array([1, 2], np.float32),
+        "top_modes": np.array([0, 0, 0, 0, 0, 2]),
+    }
     for values in (logits, logits.bfloat16()):
         together = sampler.sample(values, mixed := replace(_batch(edited=True, top=2), **others))
         rows = [slice(row, row + 1) for row in range(len(values))]

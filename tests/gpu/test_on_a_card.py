@@ -115,16 +115,17 @@ def test_overlapping_kernels_give_the_bits_of_kernels_in_turn(
     assert found[0] == found[1]
 
 
-# Calls that a captured draw takes, with filters and without, and one with a row that needs another
-# sampler.
+# Calls that a captured draw takes, with filters and without, and one with a row that is drawn from
+# other logits than the model's.
+FILTERED = {"top_p": 0.7, "top_k": 40, "min_p": 0.02}
 DRAWS = (
     [
         {"temperature": 0.0},
         {"temperature": 1.3, "seed": 3},
-        {"temperature": 0.8, "top_p": 0.7, "top_k": 40, "min_p": 0.02, "seed": 4},
+        {**FILTERED, "temperature": 0.8, "seed": 4, "return_sampling_mask": True},
     ],
     [{"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "seed": 6, "logprobs": 2}],
-    [{"temperature": 1.1, "seed": 7}],
+    [{"temperature": 1.1, "seed": 7}, {"temperature": 0.9, "seed": 8, "presence_penalty": 0.5}],
 )
 
 
@@ -133,7 +134,10 @@ def _drawn(engine: Rollout) -> list[Any]:
     for call in DRAWS:
         params = [SamplingParams(max_tokens=3, ignore_eos=True, **one) for one in call]
         outputs = engine.generate(PROMPTS[: len(call)], params)
-        found += [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs]
+        for [sample] in (out.outputs for out in outputs):
+            mask = sample.sampling_mask
+            kept = None if mask is None else (mask.counts.tolist(), mask.token_ids.tolist())
+            found.append((sample.token_ids, sample.logprobs, kept))
     return found
 
 
@@ -161,7 +165,8 @@ def test_a_captured_draw_gives_the_samplers_bits(
         assert _drawn(engine) == drawn_outside
         assert engine._async.backend.core.loop.steps_ahead > 0
     # The first token of each came with its prompt.
-    assert sizes == [(4, 3, True)] * 2 + [(4, 1, False)] * 2
+    assert sizes == [(4, 3, True)] * 2 + [(4, 2, False)] * 2
+    assert all(0 < count < 40 for count in drawn_outside[2][2][0])
 
 
 def test_where_the_draw_cannot_be_captured_the_rest_is(
@@ -174,10 +179,10 @@ def test_where_the_draw_cannot_be_captured_the_rest_is(
 
     def waits(*args: Any, **options: Any) -> Any:
         made.append(args)
-        tokens, scores = sample(*args, **options)
+        found = sample(*args, **options)
         if len(made) > 2:  # it runs, but not when it is captured
-            tokens.tolist()
-        return tokens, scores
+            found[0].tolist()
+        return found
 
     monkeypatch.setattr(draw_graphs, "sample", waits)
     with card_engine(tiny_qwen3, cuda_graphs="on") as engine:
@@ -206,10 +211,10 @@ def test_steps_begun_ahead_in_another_process_draw_the_same(
     """As is the default, also while the third prompt waits for a place."""
     settings = {"max_num_seqs": 2, "cuda_graph_sizes": (2,), "staging": "none"}
     with card_engine(tiny_qwen3, executor="multiprocess", **settings) as ahead:
-        found = [token_ids for token_ids, _ in _drawn(ahead)]
+        found = [token_ids for token_ids, *_ in _drawn(ahead)]
         loop = ahead._async.backend.core.loop
         assert loop.steps_ahead > 2 + 2  # while it runs alone, and the two of the second call
-    assert found == [token_ids for token_ids, _ in drawn_outside]
+    assert found == [token_ids for token_ids, *_ in drawn_outside]
 
 
 def test_graphs_survive_updates_and_sleeps(tiny_qwen3: Path, trained: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from rollout.engine.sampling.metadata import (
     SamplingMetadata,
     process_logits,
 )
-from rollout.engine.sampling.sampler import Sampler, alternatives, uniforms
+from rollout.engine.sampling.sampler import Sampler, alternatives, kept_sets, uniforms
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import sample
 from rollout.kernels.gpu_support import triton_runs
@@ -34,11 +35,11 @@ class FusedSampler:
     """A ``Sampler`` by one kernel, ``sample``: no sort, and the host waits once.
 
     Rows with allowed tokens, edits or penalties are drawn from a copy that has them, and scored by
-    the logits themselves. Batches with alternatives that are not raw, kept sets to tell or rows
-    that score at a temperature go to a ``Sampler``. A row's draw is the same function of its seed
-    and position; the order of float sums differs, so a draw right at the edge of two tokens may
-    fall on the other side. ``deterministic``: each row is drawn as if it were alone, whatever the
-    others ask for, and by kernels that were compiled once.
+    the logits themselves. Batches with alternatives that are not raw, or rows that score at a
+    temperature, go to a ``Sampler``. A row's draw is the same function of its seed and position;
+    the order of float sums differs, so a draw right at the edge of two tokens may fall on the other
+    side. ``deterministic``: each row is drawn as if it were alone, whatever the others ask for, and
+    by kernels that were compiled once.
     """
 
     def __init__(self, deterministic: bool = False) -> None:
@@ -46,7 +47,7 @@ class FusedSampler:
 
     def sample(self, logits: Tensor, sampling: SamplingMetadata) -> SamplerOutput:
         """As ``Sampler.sample``."""
-        if not self._deterministic or is_plain(sampling):
+        if not self._deterministic or not (is_edited(sampling) or is_special(sampling)):
             return self._sample(logits, sampling)
         runs = _runs(sampling)
         return SamplerOutput.cat([self._sample(logits[a:b], sampling.rows(a, b)) for a, b in runs])
@@ -57,27 +58,46 @@ class FusedSampler:
         count, filtered = sampling.num_sampled, self._deterministic or has_filters(sampling)
         settings = to_device(torch.from_numpy(_settings(sampling)), logits.device)
         if not is_edited(sampling):
-            tokens, scores = _run(logits, settings, filtered)
-            raw, processed, log_kept = scores.unbind(1)
-        else:
-            values = self._others.copy(logits[:count])
-            process_logits(values, sampling)
-            drawn, scores = _run(values, settings[:count], filtered)
-            _, processed, log_kept = scores.unbind(1)
-            settings[:count] = 0
-            settings[:count, 0] = drawn
-            tokens, scores = _run(logits, settings, self._deterministic)
-            raw = scores[:, 0]
-        none = scores.new_empty(len(tokens), 0)
-        top = none.int(), none
-        if most := sampling.most_top:
-            # By the token's own score, which is then that of the same token among them.
-            lse = logits.gather(1, tokens[:, None])[:, 0].double() - raw.double()
-            top = alternatives(logits, lse, sampling.num_top, most)
-        return SamplerOutput(tokens, raw, processed[:count], log_kept[:count], *top)
+            return told(logits, Drawn(*_run(logits, settings, filtered)), sampling)
+        values = self._others.copy(logits[:count])
+        process_logits(values, sampling)
+        drawn = Drawn(*_run(values, settings[:count], filtered))
+        settings[:count] = 0
+        settings[:count, 0] = drawn.tokens
+        tokens, scores, _ = _run(logits, settings, self._deterministic)
+        scores[:count, 1:] = drawn.scores[:, 1:]
+        return told(logits, Drawn(tokens, scores, drawn.least), sampling, values)
 
 
-def _run(logits: Tensor, settings: Tensor, filtered: bool) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What ``sample`` gives of rows."""
+
+    tokens: Tensor
+    scores: Tensor
+    least: Tensor
+
+
+def told(
+    logits: Tensor, drawn: Drawn, sampling: SamplingMetadata, values: Tensor | None = None
+) -> SamplerOutput:
+    """What rows of ``logits`` ask for, once they are drawn, from ``values`` where those are other
+    ones: of what kernels do not do, alternatives and what filters left.
+    """
+    count, (raw, processed, log_kept) = sampling.num_sampled, drawn.scores.unbind(1)
+    none = drawn.scores.new_empty(len(raw), 0)
+    top = none.int(), none
+    if most := sampling.most_top:
+        # By the token's own score, which is then that of the same token among them.
+        lse = logits.gather(1, drawn.tokens[:, None])[:, 0].double() - raw.double()
+        top = alternatives(logits, lse, sampling.num_top, most)
+    kept: dict[str, Tensor] = {}
+    if len(sampling.kept_rows):
+        kept = kept_sets(logits if values is None else values, drawn.least, sampling.kept_rows)
+    return SamplerOutput(drawn.tokens, raw, processed[:count], log_kept[:count], *top, **kept)
+
+
+def _run(logits: Tensor, settings: Tensor, filtered: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``sample`` by the columns of ``_settings``."""
     numbers, draws = settings[:, 1:4].float(), settings[:, 5].contiguous()
     given, top_k = settings[:, 0].long(), settings[:, 4].long()
@@ -91,13 +111,8 @@ def is_edited(sampling: SamplingMetadata) -> bool:
 
 def is_special(sampling: SamplingMetadata) -> bool:
     """Whether a row has what no kernel does, or there is none."""
-    counts = map(len, (sampling.kept_rows, sampling.top_modes))
-    return any(counts) or len(sampling.target_temperatures) > 0 or not sampling.num_rows
-
-
-def is_plain(sampling: SamplingMetadata) -> bool:
-    """Whether its rows can be drawn behind a captured step."""
-    return not is_edited(sampling) and not is_special(sampling)
+    others = len(sampling.top_modes) + len(sampling.target_temperatures)
+    return others > 0 or not sampling.num_rows
 
 
 def _runs(sampling: SamplingMetadata) -> list[tuple[int, int]]:
@@ -105,7 +120,6 @@ def _runs(sampling: SamplingMetadata) -> list[tuple[int, int]]:
     kinds = np.zeros(sampling.num_rows, np.int8)
     for rows in sampling.processed_rows:
         kinds[rows] = 1
-    kinds[sampling.kept_rows] = 2
     kinds[: len(sampling.top_modes)][sampling.top_modes > 0] = 2
     if len(sampling.target_temperatures):
         kinds[sampling.num_sampled :] = 2

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout.engine.memory import to_device
 from rollout.engine.sampler_output import SamplerOutput
 from rollout.engine.sampling.metadata import (
     MIN_P,
@@ -161,7 +162,8 @@ def _draw(
         draws = torch.from_numpy(uniforms(sampling.seeds, sampling.counters)).to(device)
         drawn = draw_logits(values, scale, edges, scan.best, sums.double(), draws)
         tokens = torch.where(torch.from_numpy(greedy).to(device), tokens, drawn)
-    kept = _kept(values, scale, edges, sampling) if len(sampling.kept_rows) else {}
+    asking = sampling.kept_rows
+    kept = kept_sets(values, edges, asking, scale) if len(asking) else {}
     own_top = None
     if len(modes := sampling.top_modes):
         filtered = torch.from_numpy(modes == PROCESSED).to(device)
@@ -183,16 +185,17 @@ def _draw(
     return tokens, processed, log_kept, kept, own_top
 
 
-def _kept(
-    values: Tensor, scale: Tensor | None, edges: Tensor | None, sampling: SamplingMetadata
+def kept_sets(
+    values: Tensor, edges: Tensor | None, kept_rows: NDArray[np.int64], scale: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """``SamplerOutput.kept_counts`` and ``kept_ids``: what ``draw_logits`` may draw."""
+    """``SamplerOutput.kept_counts`` and ``kept_ids`` of ``kept_rows``: what may be drawn.
+
+    ``edges`` [S]: the least of ``values``, at temperatures ``scale``, that filters left.
+    """
     counts, ids = [], []
-    asking = torch.from_numpy(sampling.kept_rows).to(values.device)
+    asking = to_device(torch.from_numpy(kept_rows), values.device)
     for rows in torch.split(asking, max(1, _slice_of(values.device) // values.shape[1])):
-        x = values[rows].float()
-        if scale is not None:
-            x = x / scale[rows, None]
+        x = _scaled(values[rows].float(), None if scale is None else scale[rows, None])
         left = x > float("-inf")
         if edges is not None:
             left &= x >= edges[rows, None]

@@ -1,6 +1,8 @@
-"""Drawing a token from every row of logits, with the three logprobs of what was drawn."""
+"""Drawing a token from every row of logits, with what is to be known of that draw."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -16,8 +18,9 @@ def sample(
     top_k: Tensor,
     draws: Tensor,
     filtered: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """``(tokens, scores)``: int64 [R] and float32 [R, 3], raw, processed, log of the kept mass.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(tokens, scores, least)``: int64 [R]; float32 [R, 3], raw, processed, log of the kept mass;
+    and float32 [R], the least logit that filters left, minus infinity where a row has none.
 
     logits: [R, V]; given: [R] int64, a token that is scored instead of drawn where it is not
     negative; numbers: [R, 3] float32, temperature (0: the argmax), top_p, min_p; top_k: [R] int64,
@@ -30,7 +33,7 @@ def sample(
     """
     wide = logits.double()
     raw = wide.log_softmax(-1)
-    tokens, scores = [], []
+    tokens, scores, least = [], [], []
     for row, (temperature, top_p, min_p) in enumerate(numbers.tolist()):
         token, kept = int(given[row]), 0.0
         if token < 0 and temperature == 0:
@@ -39,10 +42,12 @@ def sample(
             value = float(raw[row, token])
             tokens.append(token)
             scores.append((value, value, kept))
+            least.append(-math.inf)
             continue
         scaled = wide[row] / temperature
-        probs = scaled.softmax(-1)
-        probs = _filtered(probs, min_p, int(top_k[row]), top_p)
+        probs, limit = scaled.softmax(-1), int(top_k[row])
+        left = _left(probs, min_p, limit, top_p)
+        probs = probs.where(left, 0.0)
         mass = probs.cumsum(-1)
         token = int(torch.searchsorted(mass, draws[row] * mass[-1], right=True))
         token = min(token, int(probs.nonzero()[-1]))
@@ -50,18 +55,21 @@ def sample(
         value = min(float(scaled.log_softmax(-1)[token]) - kept, 0.0)  # NaN stays
         tokens.append(token)
         scores.append((float(raw[row, token]), value, kept))
-    device = logits.device
-    found = torch.tensor(tokens, dtype=torch.int64, device=device)
-    return found, torch.tensor(scores, dtype=torch.float32, device=device).view(-1, 3)
+        filters = min_p > 0 or top_p < 1 or 0 < limit < len(probs)
+        least.append(float(wide[row, left].min()) if filters and left.any() else -math.inf)
+    found = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    like = wide.new_empty(0, dtype=torch.float32)
+    return found, like.new_tensor(scores).view(-1, 3), like.new_tensor(least)
 
 
-def _filtered(probs: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
-    probs = probs.masked_fill(probs < min_p * probs.max(), 0.0)
+def _left(probs: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+    """bool [V]: what is not dropped, as nothing is of a row with a NaN."""
+    left = ~(probs < min_p * probs.max())
     if 0 < top_k < len(probs):
-        probs = probs.masked_fill(probs < probs.topk(top_k).values[-1], 0.0)
+        left &= ~(probs < probs.where(left, 0.0).topk(top_k).values[-1])
     if top_p < 1:
-        ordered = probs.sort(descending=True).values
+        ordered = probs.where(left, 0.0).sort(descending=True).values
         before = ordered.cumsum(-1) - ordered
         count = max(1, int((before < top_p * ordered.sum()).sum()))
-        probs = probs.masked_fill(probs < ordered[count - 1], 0.0)
-    return probs
+        left &= ~(probs < ordered[count - 1])
+    return left

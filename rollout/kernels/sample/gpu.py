@@ -33,7 +33,7 @@ def sample(
     top_k: Tensor,
     draws: Tensor,
     filtered: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     if logits.dtype not in FLOATS or logits.stride(1) != 1:
         return op.reference(logits, given, numbers, top_k, draws)
     rows, vocab = logits.shape
@@ -43,6 +43,7 @@ def sample(
     places = torch.empty(rows, segments, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     scores = torch.empty(rows, 3, device=device)
+    least = torch.empty(rows, device=device)
     launch(
         _scan,
         (rows, triton.cdiv(segments, TOGETHER)),
@@ -50,21 +51,21 @@ def sample(
         SEGMENT=SEGMENT,
         TOGETHER=TOGETHER,
     )
-    kept = Kept(places, parts)  # not read
+    kept = Kept(places, parts, parts)  # not read
     if filtered:
         kept = keep(logits, parts[0], given, numbers, top_k)
     launch(
         _draw,
         (rows,),
-        *(logits, given, numbers, top_k, draws, parts, places, kept.edges, kept.sums),
-        *(tokens, scores, logits.stride(0), vocab, segments),
+        *(logits, given, numbers, top_k, draws, parts, places, kept.edges, kept.sums, kept.least),
+        *(tokens, scores, least, logits.stride(0), vocab, segments),
         FILTERED=filtered,
         BLOCK=power_of_2(segments),
         SHIFT=UNUSED[logits.dtype],
         SEGMENT=SEGMENT,
         warps=8,
     )
-    return tokens, scores
+    return tokens, scores, least
 
 
 @triton.jit
@@ -110,8 +111,10 @@ def _draw(
     places,
     edges,
     kept_sums,
+    kept_least,
     tokens,
     scores,
+    least,
     stride,
     vocab,
     segments,
@@ -140,6 +143,7 @@ def _draw(
     heat = tl.where(heat == 0.0, 1.0, heat)
     warm_mass = mass
     kept = mass
+    bottom = tl.full([], float("-inf"), tl.float32)
     if drawing:
         sums = tl.load(parts + 2 * plane + at, mask=live, other=0.0) * tl.exp(gap / heat)
         warm_mass = tl.sum(sums.to(tl.float64), 0)
@@ -152,6 +156,8 @@ def _draw(
             if limited | (top_p < 1.0) | (min_p > 0.0):
                 edge = tl.load(edges + row)
                 sums = tl.load(kept_sums + at, mask=live, other=0.0)
+                bottoms = tl.load(kept_least + at, mask=live, other=float("inf"))
+                bottom = tl.min(bottoms, 0)
         exact = sums.to(tl.float64)
         kept = tl.sum(exact, 0)
         target = kept * tl.load(draws + row)
@@ -171,6 +177,7 @@ def _draw(
     tl.store(scores + row * 3, raw.to(tl.float32))
     tl.store(scores + row * 3 + 1, processed.to(tl.float32))
     tl.store(scores + row * 3 + 2, log_kept.to(tl.float32))
+    tl.store(least + row, bottom)
 
 
 @triton.jit

@@ -29,12 +29,14 @@ NO_EDGE = tl.constexpr(-(1 << 32))
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What filters leave: ``edges`` [R] int64, the least key kept, and ``sums`` [R, segments] of
-    ``exp((logit - largest) / temperature)`` kept in each segment; of rows that have a filter.
+    """What filters leave: ``edges`` [R] int64, the least key kept; and of each segment [R,
+    segments] ``sums`` of ``exp((logit - largest) / temperature)`` and the ``least`` logit, infinity
+    where there is none; of rows that have a filter.
     """
 
     edges: Tensor
     sums: Tensor
+    least: Tensor
 
 
 def keep(logits: Tensor, peaks: Tensor, given: Tensor, numbers: Tensor, top_k: Tensor) -> Kept:
@@ -47,7 +49,7 @@ def keep(logits: Tensor, peaks: Tensor, given: Tensor, numbers: Tensor, top_k: T
     sums = torch.empty(2 * stages, rows, chunks, ways, device=device)
     bounds = torch.empty(2 * stages, rows, 2, dtype=torch.int64, device=device)
     edges = torch.empty(2, rows, dtype=torch.int64, device=device)
-    kept = torch.empty(rows, segments, device=device)
+    kept = torch.empty(2, rows, segments, device=device)
     arguments = (logits, peaks, given, numbers, top_k, sums, bounds, edges, kept)
     shape: dict[str, Any] = {
         "LEAST": _LEAST >> shift,
@@ -68,7 +70,7 @@ def keep(logits: Tensor, peaks: Tensor, given: Tensor, numbers: Tensor, top_k: T
             **shape,
         )
     launch(_sum_up, (rows, chunks), *(*arguments, logits.stride(0), vocab, segments), **shape)
-    return Kept(edges[1], kept)
+    return Kept(edges[1], *kept)
 
 
 def _stages(shift: int, ways: int) -> int:
@@ -97,8 +99,13 @@ def load_values(logits, vocab, segment, SEGMENT: tl.constexpr):
 def weigh(values, top, heat, min_p, edge, SHIFT: tl.constexpr):
     """exp((value - top) / heat), 0 for what a filter drops."""
     weights = tl.exp((values - top) / heat)
-    kept = (weights >= min_p) & (keys_of(values, SHIFT) >= edge)
-    return tl.where(kept, weights, 0.0)
+    return tl.where(_left(values, weights, min_p, edge, SHIFT), weights, 0.0)
+
+
+@triton.jit
+def _left(values, weights, min_p, edge, SHIFT: tl.constexpr):
+    """Whether no filter drops it."""
+    return (weights >= min_p) & (keys_of(values, SHIFT) >= edge)
 
 
 @triton.jit(do_not_specialize=["stage"])
@@ -215,8 +222,13 @@ def _sum_up(
             tl.store(edges + tl.num_programs(0).to(tl.int64) + row, edge)
         segment = chunk * TOGETHER + tl.arange(0, TOGETHER)
         values = load_values(logits + row * stride, vocab, segment, SEGMENT)
-        part = tl.sum(weigh(values, top, heat, min_p, edge, SHIFT), 1)
-        tl.store(kept + row * segments + segment, part, mask=segment < segments)
+        weights = tl.exp((values - top) / heat)
+        left = _left(values, weights, min_p, edge, SHIFT)
+        to, live = kept + row * segments + segment, segment < segments
+        tl.store(to, tl.sum(tl.where(left, weights, 0.0), 1), mask=live)
+        at = segment[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
+        least = tl.min(tl.where(left & (at < vocab), values, float("inf")), 1)
+        tl.store(to + tl.num_programs(0).to(tl.int64) * segments, least, mask=live)
 
 
 @triton.jit

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rollout.engine.sampler_output import SamplerOutput
-from rollout.engine.sampling.fused_sampler import has_filters, is_plain
+from rollout.engine.sampling.fused_sampler import (
+    Drawn,
+    has_filters,
+    is_edited,
+    is_special,
+    told,
+)
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.worker.graphs.decode_inputs import DecodeInputs
 from rollout.kernels import sample
@@ -92,7 +99,7 @@ class DrawGraphs:
     ) -> None:
         self._deterministic = deterministic
         device = next(iter(logits.values())).device
-        self._inputs = inputs
+        self._inputs, self._logits = inputs, logits
         self._given = torch.full((inputs.rows,), -1, dtype=torch.int64, device=device)
         # A row: its token, and three float32 in the words behind it.
         self._packed = torch.zeros(inputs.rows, 3, dtype=torch.int64, device=device)
@@ -104,9 +111,9 @@ class DrawGraphs:
 
     @staticmethod
     def takes(sampling: SamplingMetadata) -> bool:
-        """Whether rows that all draw have nothing that another sampler is for."""
-        all_draw = sampling.num_sampled == sampling.num_rows and sampling.most_top == 0
-        return all_draw and is_plain(sampling)
+        """Whether all rows draw, from these logits, and nothing that another sampler is for."""
+        all_draw = sampling.num_sampled == sampling.num_rows
+        return all_draw and not is_edited(sampling) and not is_special(sampling)
 
     def replay(self, size: int, sampling: SamplingMetadata) -> SamplerOutput:
         """What the rows of a step of ``size`` draw, those of ``sampling`` and no others; on the
@@ -114,30 +121,27 @@ class DrawGraphs:
         """
         count = sampling.num_rows
         filtered = self._deterministic or has_filters(sampling)
-        graph, (tokens, scores) = self._captured[size, filtered]
+        graph, found = self._captured[size, filtered]
         graph.replay()
-        raw, processed, log_kept = scores[:count].unbind(1)
-        none = scores.new_empty(count, 0)
-        return SamplerOutput(
-            tokens[:count],
-            *(raw, processed, log_kept, none.int(), none),
-            packed=self._packed[:count],
-        )
+        drawn = Drawn(*(column[:count] for column in found))
+        output = told(self._logits[size][:count], drawn, sampling)
+        return replace(output, packed=self._packed[:count])
 
     def drop(self) -> None:
         for graph, _ in self._captured.values():
             graph.reset()
-        self._captured = {}
+        self._captured, self._logits = {}, {}
 
-    def _draw(self, logits: Tensor, filtered: bool) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _draw(self, logits: Tensor, filtered: bool) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         size = len(logits)
         numbers, top_k, draws = self._inputs.settings(size)
 
-        def run() -> tuple[Tensor, Tensor]:
+        def run() -> tuple[Tensor, Tensor, Tensor]:
             given = self._given[:size]
-            tokens, scores = sample(logits, given, numbers, top_k, draws, filtered=filtered)
+            found = sample(logits, given, numbers, top_k, draws, filtered=filtered)
+            tokens, scores, _ = found
             self._packed[:size, 0].copy_(tokens)
             self._packed.view(torch.float32)[:size, 2:5].copy_(scores)
-            return tokens, scores
+            return found
 
         return run
