@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapted_models import adapted
 from frameworks.megatron_layouts import tree
 from safetensors.torch import load_file
@@ -20,8 +21,51 @@ from torch import Tensor
 from rollout import Rollout
 from rollout.errors import WeightMismatch
 from rollout.models.config.model import ModelConfig
+from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.versions.reader import VersionSource, complete_versions
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
+from rollout.weights import Box, TensorMeta
 
 Weights = dict[str, Tensor]
+
+
+class Source:
+    """A trainer's own ``WeightSource``, by names of files; its ranks read their boxes."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, self.agreement = weights, Agreement()
+
+    def metadata(self) -> tuple[TensorMeta, ...]:
+        return tuple(TensorMeta(n, t.dtype, tuple(t.shape)) for n, t in self.weights.items())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        return [(meta.name, [Box.full(meta.shape)]) for meta in self.metadata()]
+
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        return [(Box.full(tuple(self.weights[name].shape)), self.weights[name])]
+
+
+class Stream(Source):
+    """One that knows what it has only as it comes."""
+
+    def metadata(self) -> None:  # type: ignore[override]
+        return None
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        return []
+
+
+def version_of(weights: Weights, path: Path) -> VersionSource:
+    store = LocalStore(path.parent / "versions")
+    version = max(complete_versions(store), default=0) + 1
+    VersionWriter(store, dtype=torch.float32).write(weights, version)
+    return VersionSource(store, version)
+
+
 SPECULATES = {"draft_component": "mtp", "num_speculative_tokens": 2}
 # Kinds of what a trainer passes.
 SENT: dict[str, Callable[[Weights, Path], Any]] = {
@@ -29,10 +73,14 @@ SENT: dict[str, Callable[[Weights, Path], Any]] = {
     "module": lambda weights, path: tree(weights),
     "generator": lambda weights, path: iter(weights.items()),
     "directory": lambda weights, path: str(path),
+    "source": lambda weights, path: Source(weights),
+    "stream": lambda weights, path: Stream(weights),
+    "version": version_of,
     "policy of components": lambda weights, path: {"policy": iter(weights.items())},
 }
+BOXES = ("dict", "module", "source")
 # Boxes go straight from rank to rank where it is known what there is.
-WAYS = [*product(SENT, ["inline", "ipc", "broadcast"]), ("dict", "p2p"), ("module", "p2p")]
+WAYS = [*product(SENT, ["inline", "ipc", "broadcast"]), *product(BOXES, ["p2p"])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +147,9 @@ def test_a_head_among_the_policys_tensors_changes_with_it(
         assert outcome(engine) == started
 
 
-@pytest.mark.parametrize("kind", ["dict", "module", "generator", "policy of components"])
+@pytest.mark.parametrize(
+    "kind", ["dict", "module", "generator", "source", "stream", "version", "policy of components"]
+)
 def test_without_one_the_head_stays(served: Served, kind: str) -> None:
     engine, (old, new) = served.engine, served.weights
     policy = served.part(new, head=False)
@@ -109,7 +159,7 @@ def test_without_one_the_head_stays(served: Served, kind: str) -> None:
     assert engine.check_weights(SENT[kind](policy, served.paths[1])).equal
 
 
-@pytest.mark.parametrize("kind", ["dict", "generator", "policy of components"])
+@pytest.mark.parametrize("kind", ["dict", "generator", "stream", "version", "policy of components"])
 def test_a_part_of_a_head_changes_nothing(served: Served, kind: str) -> None:
     engine, (old, new) = served.engine, served.weights
     name = min(served.part(new, head=True))
@@ -127,7 +177,8 @@ def test_a_part_of_a_head_changes_nothing(served: Served, kind: str) -> None:
 
 def test_one_that_comes_by_itself_goes_before_the_one_among_the_policys(served: Served) -> None:
     engine, (old, new) = served.engine, served.weights
-    for policy in (new, tree(new), iter(new.items())):
+    version = version_of(new, served.paths[1])
+    for policy in (new, tree(new), iter(new.items()), Source(new), version):
         receipt = engine.update_weights({"policy": policy, "mtp": old})
         assert set(receipt.components) == {"policy", "mtp"}
         assert served.live(new, old)

@@ -5,15 +5,18 @@ import threading
 
 import pytest
 import torch
-from fleet_front import Front, front_process
-from safetensors.torch import save_file
+from fleet_front import ENGINE, Front, front_process
+from safetensors.torch import load_file, save_file
 from shared_engines import eventually
+from tiny_heads import write_release
 from tiny_models import write_tiny
 
 from rollout import Rollout
 from rollout.cli.following import following
-from rollout.errors import RolloutError
+from rollout.errors import ConfigError, RolloutError, WeightMismatch
 from rollout.weight_sync.versions.follower import Follower
+from rollout.weight_sync.versions.store import LocalStore
+from rollout.weight_sync.versions.writer import VersionWriter
 
 
 @pytest.fixture
@@ -88,6 +91,40 @@ def test_what_is_under_way_when_the_front_ends_changes_nothing(front, runs):
     assert front.rollout.weight_version == 0
     assert front.rollout.weight_info().state == "idle"
     assert Follower(runs, [runs], lambda: front.backend.link).look().version == 7
+
+
+def test_a_version_with_a_head_goes_live_on_members_that_draft_by_it(runs, tmp_path):
+    for seed, name in enumerate("ab"):
+        write_release(tmp_path / name, "qwen3_next", seed=seed)
+    old, new = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    drafting = {"draft_component": "mtp", "num_speculative_tokens": 2, "dtype": "float32"}
+    settings = [drafting, drafting, {"dtype": "float32"}]
+    engines = [Rollout(str(tmp_path / "a"), **ENGINE, **more) for more in settings]
+    front = Front(tmp_path / "record", engines[:2])
+    try:
+        other = engines[2].address
+        with pytest.raises(ConfigError, match=r"it has another model: .*\(mtp:mtp\."):
+            front.fleet.add(other, ask=True)
+        write = VersionWriter(LocalStore(runs), dtype=torch.float32).write
+        write(new, 7)
+        follower = Follower(runs, [runs], lambda: front.backend.link, timeout=30.0)
+        receipt = follower.look()
+        assert receipt.version == 7
+        assert set(receipt.components) == {"policy", "mtp"}
+        assert receipt.details["members"] == dict.fromkeys(front.names, "committed")
+        policy = {name: t for name, t in new.items() if not name.startswith("mtp.")}
+        for engine in engines[:2]:
+            assert engine.check_weights({"policy": policy, "mtp": new}).equal
+        write({**policy, "mtp.fc.weight": new["mtp.fc.weight"]}, 8)
+        with pytest.raises(WeightMismatch, match=r"mtp:mtp.* is missing"):
+            follower.look()
+        write(old, 9)
+        assert follower.look().version == 9
+        assert front.rollout.check_weights({"policy": old, "mtp": old}).equal
+    finally:
+        front.close()
+        for engine in engines:
+            engine.shutdown()
 
 
 @pytest.mark.more

@@ -16,10 +16,10 @@ from weight_sync_source.jobs.tiny import ALIASES, Tiny, expected
 
 from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.trainer.sources.base import WeightSource
+from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
 from rollout.weight_sync.trainer.sources.detect import detect
 from rollout.weight_sync.trainer.sources.names import bind
-from rollout.weights import TensorMeta
+from rollout.weights import Box, TensorMeta
 from rollout.weights.names import file_form
 from rollout.weights.wanted import WantedWeights, by_name
 
@@ -210,6 +210,61 @@ def test_a_weight_source_is_taken_as_it_is() -> None:
     inner = detect(Tiny()).source(WantedWeights(dtype=FP32))
     assert isinstance(inner, WeightSource)
     assert detect(inner).source(WantedWeights(dtype=FP32)) is inner
+
+
+PREFIXES = {"model.language_model.": "model.", "model.visual.": "", "mtp.": "mtp:mtp."}
+
+
+class Own:
+    """A trainer's own source, under the names of a release's files."""
+
+    def __init__(self, *names: str, known: bool = True) -> None:
+        self.agreement, self.known, self.closed = Agreement(), known, False
+        self.held = {name: torch.full((2,), float(n)) for n, name in enumerate(names)}
+
+    def metadata(self) -> tuple[TensorMeta, ...] | None:
+        return tuple(TensorMeta(n, FP32, (2,)) for n in self.held) if self.known else None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from self.held.items()
+        finally:
+            self.closed = True
+
+    def local_boxes(self) -> list[tuple[str, list[Box]]]:
+        return [(name, [Box.full((2,))]) for name in self.held]
+
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        return [(Box.full((2,)), self.held[name])]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_names_of_a_weight_source_are_placed_as_those_of_any_other(known: bool) -> None:
+    own = Own("model.language_model.norm.weight", "model.visual.a.weight", "mtp.fc.weight",
+              known=known)  # fmt: skip
+    source = detect(own).source(WantedWeights(dtype=FP32, prefixes=PREFIXES))
+    wanted = ["model.norm.weight", "mtp:mtp.fc.weight"]
+    assert (metas := source.metadata()) is None or [meta.name for meta in metas] == wanted
+    assert (metas is not None) == known
+    assert {name: float(t[0]) for name, t in source} == dict(zip(wanted, [0.0, 2.0], strict=True))
+    assert source.agreement is own.agreement
+    assert isinstance(source, LocalSource)
+    assert [name for name, _ in source.local_boxes()] == wanted
+    assert [float(source.local_values(name)[0][1][0]) for name in wanted] == [0.0, 2.0]
+    own.closed = False
+    items = iter(source)
+    next(items)
+    items.close()  # type: ignore[attr-defined]
+    assert own.closed
+    placed = Own("model.norm.weight", "mtp:mtp.fc.weight")
+    assert detect(placed).source(WantedWeights(dtype=FP32, prefixes=PREFIXES)) is placed
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_weight_source_of_which_nothing_is_taken_says_so(known: bool) -> None:
+    own = Own("model.visual.a.weight", "model.visual.b.weight", known=known)
+    with pytest.raises(SourceFailed, match=r"of the Own nothing can be sent.*model\.visual\.a"):
+        list(detect(own).source(WantedWeights(dtype=FP32, prefixes=PREFIXES)))
 
 
 def test_a_rank_outside_the_source_is_told_so(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ class VersionWriter:
         found = detect(obj)
         if found.components != (POLICY,):
             raise ConfigError(
-                "a version on disk holds the policy alone: write it by itself (a MegatronSource: "
+                "a version on disk holds what goes as the policy: write that by itself, with a "
+                "release's head among its tensors, as its files have it (a MegatronSource: "
                 "mtp=False)"
             )
         with ExitStack() as stack:

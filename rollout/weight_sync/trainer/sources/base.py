@@ -42,7 +42,8 @@ class WeightSource(Protocol):
     """A complete set of weights that can be streamed, possibly by several ranks together.
 
     Of the policy; one whose tensors are other components', too, as ``mtp:mtp.fc.weight`` is, has an
-    attribute ``components`` that names all, on every rank alike.
+    attribute ``components`` that names all, on every rank alike. What a release's files call
+    ``mtp.fc.weight`` goes where it does from a dict.
     """
 
     agreement: RankGroup

@@ -29,6 +29,7 @@ from rollout.weight_sync.trainer.sources.kinds import (
     several_ranks,
 )
 from rollout.weight_sync.trainer.sources.names import Naming, held_by
+from rollout.weight_sync.trainer.sources.placed import placed_source
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weights.adapters import AdapterSpec
 from rollout.weights.components import POLICY, adapter_of, check_components, component_of
@@ -89,10 +90,10 @@ class Detected:
 
         ``group``: what ``rank_group`` returned; formed here (collectively, within ``timeout``
         seconds) when absent. What spells tensors of files otherwise (transformers' fused experts)
-        is split into them; a ``WeightSource`` is returned as it is where there is nothing to split.
-        A PEFT model's adapters are merged weight by weight; ``partial`` leaves out what they do not
-        change. Raises ``ConfigError`` naming the layer that cannot be merged; ``SourceFailed`` when
-        there is no tensor.
+        is split into them; a ``WeightSource`` is returned as it is where there is nothing to split,
+        and its names are the engine's. A PEFT model's adapters are merged weight by weight;
+        ``partial`` leaves out what they do not change. Raises ``ConfigError`` naming the layer that
+        cannot be merged; ``SourceFailed`` when there is no tensor.
         """
         if self.parts:
             group = group if group is not None else self.rank_group(timeout)
@@ -103,7 +104,7 @@ class Detected:
                 sources[name] = part.source(own, group=group, partial=partial)
             return together(sources, group)
         if self.kind == "source":
-            source: WeightSource = self.obj
+            source = placed_source(self.obj, wanted.prefixes)
         else:
             group = group if group is not None else self.rank_group(timeout)
             before, known = wanted.prefixes, wanted.tensors.keys()
