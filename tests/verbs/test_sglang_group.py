@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 from free_ports import free_port
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 from serving import serve
+from tiny_heads import write_release
 from tiny_models import write_tiny
 
 from rollout import Rollout
@@ -102,6 +103,29 @@ def test_a_group_of_each_pipeline_stage_sends_its_part_of_one_update(
     reply = http.post("/update_weights_from_distributed", json=body)
     assert (reply.status_code, reply.json()["success"]) == (400, False)
     assert "in no transfer group" in reply.json()["message"]
+
+
+@pytest.mark.parametrize("flags", [("--draft-component", "mtp"), ()], ids=["drafts", "plain"])
+def test_a_head_behind_the_policy_in_calls_of_its_own(folder, flags) -> None:
+    """Each tensor in a call: the policy is complete before the head begins."""
+    for seed, name in enumerate(("served", "trained")):
+        write_release(folder / name, "qwen3_next", seed=seed)
+    path = folder / "trained" / "model.safetensors"
+    sent = load_file(path)
+    assert [name.startswith("mtp.") for name in sent] == sorted(
+        name.startswith("mtp.") for name in sent
+    )
+    flags = (*flags, "--num-speculative-tokens", "2") if flags else ()
+    with (
+        serve(folder / "served", "--dtype", "float32", *flags) as served,
+        Rollout.connect(served.grpc) as rollout,
+    ):
+        url = f"http://{served.http}"
+        told = run_trainer(url, path, "--buckets", str(len(sent)), "--rounds", "2", "--label", "7")
+        assert told == ""
+        info = rollout.weight_info()
+        assert (info.version, info.label, info.state) == (4 if flags else 2, "7", "idle")
+        assert rollout.check_weights(sent).equal
 
 
 def test_a_model_that_is_not_whole_does_not_go_on(engine, folder, weights) -> None:

@@ -11,7 +11,7 @@ from rollout.engine.executors import gather_replies
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.verb_update import GRACE, Terms, VerbUpdate
-from rollout.errors import RolloutError, TransferFailed
+from rollout.errors import RolloutError, TransferFailed, WeightMismatch, some
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -22,6 +22,7 @@ from rollout.weight_sync.protocol.messages import (
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.foreign import ForeignTransfer
 from rollout.weight_sync.transports.foreign_group import START_LIMIT, ForeignGroup
+from rollout.weights.wanted import WantedWeights
 
 _AHEAD = 2  # buckets announced before the first of them has been taken
 DETAILS = {"digests": "the sender sent none: these are of what the ranks hold"}
@@ -30,9 +31,12 @@ DETAILS = {"digests": "the sender sent none: these are of what the ranks hold"}
 class EngineUpdate(VerbUpdate):
     """Broadcasts into a lease: announced to the ranks a few ahead of what they have taken."""
 
-    def __init__(self, coordinator: Coordinator, lease: Lease, begun: Begun, terms: Terms) -> None:
-        super().__init__(coordinator.served.wanted, begun.update_id, begun.version, terms)
-        self._lease = lease
+    def __init__(
+        self, wanted: WantedWeights, lease: Lease, begun: Begun, terms: Terms,
+        request: UpdateRequest,
+    ) -> None:  # fmt: skip
+        super().__init__(wanted, begun.update_id, begun.version, terms, request.components)
+        self._lease, self._partial = lease, request.partial
 
     def _take(self, headers: Sequence[BucketHeader]) -> None:
         first = self._num_buckets
@@ -45,11 +49,13 @@ class EngineUpdate(VerbUpdate):
             self._wait(index)
 
     def confirm(self) -> None:
-        self._lease.seal_unattested(self._seal(None))
+        self._lease.seal_unattested(self._seal(None), self.components)
         self._lease.withdraw("its aliases equal what is live")
 
     def commit(self, label: str | None) -> UpdateReceipt:
-        self._lease.seal_unattested(self._seal(label))
+        if self._partial and (missing := self.missing()):  # the ranks let it pass
+            raise WeightMismatch(some(missing, 4, "; "), problems=missing)
+        self._lease.seal_unattested(self._seal(label), self.components)
         return self._lease.commit()
 
     def abort(self, reason: str) -> bool:
@@ -105,6 +111,16 @@ class RankPlaces:
         except RolloutError:
             return False
 
+    def drop(self, nbytes: int, timeout: float) -> None:
+        what = "a broadcast that is of no update"
+        self._coordinator.turn.take(None, timeout, what=what)
+        try:
+            args = {"nbytes": nbytes, "timeout": timeout}
+            asked = self._coordinator.engine.call("stage_drop", args)
+            gather_replies(asked, "transfer", timeout + GRACE)
+        finally:
+            self._coordinator.turn.end(None)
+
     def leave(self, place: str) -> None:
         if self._joining == place:
             self._joining = ""
@@ -128,19 +144,24 @@ class EngineTarget:
         outcome = self._coordinator.ended.find(update_id)
         return None if outcome is None else outcome.committed
 
-    def begin(self, terms: Terms, *, partial: bool) -> EngineUpdate:
+    @property
+    def wanted(self) -> WantedWeights:
+        return self._coordinator.served.wanted
+
+    def begin(
+        self, terms: Terms, *, partial: bool = False, behind: tuple[str, ...] = ()
+    ) -> EngineUpdate:
         lease = Lease(self._coordinator, (ForeignTransfer.name,))
-        begun = lease.begin(
-            UpdateRequest(
-                update_id=terms.update_id or uuid.uuid4().hex,
-                transport=ForeignTransfer.name,
-                bucket_bytes=DEFAULT_BUCKET_BYTES,
-                in_flight=terms.in_flight,
-                timeout=terms.timeout,
-                partial=partial,
-            )
+        request = UpdateRequest(
+            update_id=terms.update_id or uuid.uuid4().hex,
+            transport=ForeignTransfer.name,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            in_flight=terms.in_flight,
+            timeout=terms.timeout,
+            partial=partial,
+            components=behind or self._coordinator.info().due,
         )
-        return EngineUpdate(self._coordinator, lease, begun, terms)
+        return EngineUpdate(self.wanted, lease, lease.begin(request), terms, request)
 
     def relabel(self, label: str) -> None:
         self._coordinator.relabel(label)

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -232,15 +232,21 @@ class Lease:
         self.abort(f"aborted by {who}" + (f": {decision.reason}" if decision.reason else ""))
         return None
 
-    def seal_unattested(self, seal: Seal) -> None:
-        """As ``seal``, for a sender without digests: the receipt has those of what the ranks hold.
+    def seal_unattested(self, seal: Seal, components: Collection[str]) -> None:
+        """As ``seal``, for a sender without digests: the receipt has those of what the ranks hold,
+        of ``components``.
 
         The ranks judge completeness, and copies of one box must agree; nothing proves that what
         arrived is what was sent.
         """
         self._check_own()
         self._name(seal.label)
-        self._vote(seal.num_buckets, lambda held: replace(seal, digests=held))
+
+        def judge(held: Mapping[str, int]) -> Seal:
+            digests = {n: value for n, value in held.items() if component_of(n) in components}
+            return replace(seal, digests=digests)
+
+        self._vote(seal.num_buckets, judge)
 
     def _check_own(self) -> None:
         """A fleet's updates alone are decided elsewhere, and say so first at their seal."""

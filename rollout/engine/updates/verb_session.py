@@ -22,14 +22,23 @@ from dataclasses import dataclass
 
 from rollout.engine.updates.foreign_groups import ForeignGroups
 from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
-from rollout.engine.updates.verb_update import GRACE, Packing, Terms, VerbTarget, VerbUpdate
+from rollout.engine.updates.verb_update import (
+    GRACE,
+    Late,
+    Packing,
+    Terms,
+    VerbTarget,
+    VerbUpdate,
+    drop,
+    taken,
+)
 from rollout.errors import UpdateInProgress, some
 from rollout.errors import VersionConflict as Conflict
 from rollout.weight_sync.protocol.label import check_label
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.foreign_group import ForeignGroup
 from rollout.weights import TensorMeta
-from rollout.weights.names import file_form
+from rollout.weights.components import component_of
 
 ANYBODY = Caller()
 INIT = "init_weight_transfer_engine"
@@ -59,10 +68,11 @@ class VerbSession:
         self._open: VerbUpdate | None = None
         self._ended = "none was started"
         self._committed: UpdateReceipt | None = None  # until the next one begins
-        self._late: frozenset[str] = frozenset()  # aliases that its calls did not hold
+        self._late = Late()  # what its calls did not hold, and may come behind it
         self._groups = ForeignGroups(target.places)
         self._packing = Packing()
         self._starts = False  # whether this sender says start itself
+        self._drops = False  # whether a broadcast is received that is of no update
 
     def init(
         self, group: ForeignGroup, packing: Packing | None = None, timeout: float = TIMEOUT,
@@ -84,7 +94,7 @@ class VerbSession:
             self._none_open()
             self._groups.join(group, timeout)
             self._packing = packing or Packing()
-            self._starts = False
+            self._starts, self._late = False, Late()
 
         said = Said(INIT, caller, repr((group, packing)))
         # The ranks know whether it still holds.
@@ -125,14 +135,19 @@ class VerbSession:
         Names may be those of files or of transformers in memory. Unknown, misshapen or repeated
         ones are a ``WeightMismatch`` before anything is received. Without a start by this sender
         (vLLM before it had one, and SGLang) the call opens an update with ``in_flight``, and the
-        one that completes the model commits it; aliases (a tied head) that come after it are
-        compared with what is live, and differing is a ``WeightMismatch``. ``index``: which call of
-        the update this is, from 0 on, if the sender counts. ``label``: as of ``finish``, which may
-        come without. ``group``: the one that brings them, where there are several; each brings a
-        part of the one update.
+        one that completes the model commits it. Aliases (a tied head) that come after it are
+        compared with what is live, and differing is a ``WeightMismatch``; a prediction head that
+        comes after it is an update of its own, which the call that completes the head commits. What
+        is no weight here is received, and opens no update. ``index``: which call of the update this
+        is, from 0 on, if the sender counts. ``label``: as of ``finish``, which may come without.
+        ``group``: the one that brings them, where there are several; each brings a part of the one
+        update.
         """
 
+        dropped = False
+
         def act() -> int:
+            nonlocal dropped
             self._is_for(caller)
             if index is not None and index != (now := self._open.calls if self._open else 0):
                 raise Conflict(f"update_weights {index} came, and {now} is due")
@@ -140,12 +155,21 @@ class VerbSession:
             try:
                 self._groups.use(group)
                 update = self._open
-                if update is None and self._come_late(tensors):
-                    return self._confirm(tensors, packing or self._packing)
                 if update is None:
                     if self._starts:
                         raise Conflict(f"start_weight_update first: {self._ended}")
-                    update = self._begin("", TIMEOUT, DEADLINE, in_flight, implicit=True)
+                    names = [meta.name for meta in taken(tensors, self._target.wanted)]
+                    if not names and index is None:
+                        received = self._drop(tensors, packing or self._packing)
+                        dropped = True
+                        return received
+                    late = self._late if self._come_late(names) else None
+                    if late is not None and late.aliases.issuperset(names):
+                        return self._confirm(tensors, packing or self._packing)
+                    if late is None:
+                        update = self._begin("", TIMEOUT, DEADLINE, in_flight, implicit=True)
+                    else:
+                        update = self._begin_behind(late, names, in_flight)
                 update.label = label or update.label
                 received = update.receive(tensors, packing or self._packing)
             except BaseException as error:
@@ -154,7 +178,7 @@ class VerbSession:
                 raise
             if update.implicit and update.is_complete():
                 self._commit(update, None)
-                self._late = update.unsent_aliases()
+                self._late = update.unsent()
             return received
 
         content = (
@@ -163,7 +187,7 @@ class VerbSession:
         digest = hashlib.sha256(content.encode()).hexdigest()
         said = Said("update_weights", caller, digest)
         # After one that has committed by itself, the same again is the next update.
-        return self._answers.run(said, act, remember=lambda: self._open is not None)
+        return self._answers.run(said, act, remember=lambda: dropped or self._open is not None)
 
     def check_group(self, group: str) -> None:
         """``InvalidRequest`` or ``VersionConflict`` where the ranks are not in this group."""
@@ -258,7 +282,9 @@ class VerbSession:
         why = "aborted by abort_weight_update" + (f": {reason}" if reason else "")
         if caller.update_id and self._target.give_up_prepared(caller.update_id, reason):
             return True
-        return self._end(why, caller.update_id) or (not caller.update_id and self._end_init(why))
+        if self._end(why, caller.update_id):
+            return True
+        return not caller.update_id and (self._end_drop(why) or self._end_init(why))
 
     def close(self) -> None:
         """The engine ends: abort what is open."""
@@ -310,34 +336,52 @@ class VerbSession:
                 f"{self._open.deadline:g} s"
             )
 
-    def _come_late(self, tensors: Sequence[TensorMeta]) -> bool:
-        """Whether these are aliases that the last update committed without, and still is live."""
-        names = {file_form(meta.name) for meta in tensors}
+    def _come_late(self, names: Sequence[str]) -> bool:
+        """Whether the last update committed without these, may have them, and still is live."""
         last = self._committed
         is_live = last is not None and last.version == self._target.version
-        return is_live and not self._starts and bool(names) and names <= self._late
+        return is_live and bool(names) and all(map(self._late.has, names))
+
+    def _begin_behind(self, late: Late, names: Sequence[str], in_flight: str) -> VerbUpdate:
+        """Of a head that comes behind the policy's update, maybe with aliases."""
+        head = late.components.intersection(map(component_of, names))
+        update = self._begin(
+            "", TIMEOUT, DEADLINE, in_flight, implicit=True, partial=bool(late.aliases),
+            behind=tuple(sorted(head)),
+        )  # fmt: skip
+        update.late = late
+        return update
+
+    def _drop(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
+        """Receive what is no weight here, and opens no update; returns its bytes."""
+        self._drops = True
+        try:
+            return drop(tensors, packing, self._target.wanted, self._target.places, TIMEOUT)
+        finally:
+            self._drops = False
 
     def _confirm(self, tensors: Sequence[TensorMeta], packing: Packing) -> int:
         """Receive late aliases, which must equal what is live; returns their bytes."""
         receipt, late = self._committed, self._late
         update = self._begin("", TIMEOUT, DEADLINE, "keep", implicit=True, partial=True)
+        update.late = late
         received = update.receive(tensors, packing)
         update.confirm()
         with self._lock:
             self._open, self._committed = None, receipt
-            self._late = late & update.unsent_aliases()
+            self._late = Late(aliases=update.unsent().aliases, components=late.components)
         return received
 
     def _begin(
         self, update_id: str, timeout: float, deadline: float, in_flight: str, *,
-        implicit: bool = False, partial: bool = False,
+        implicit: bool = False, partial: bool = False, behind: tuple[str, ...] = (),
     ) -> VerbUpdate:  # fmt: skip
-        self._committed, self._late = None, frozenset()
+        self._committed, self._late = None, Late()
         terms = Terms(
             update_id=update_id, timeout=timeout, deadline=deadline, in_flight=in_flight,
             implicit=implicit,
         )  # fmt: skip
-        self._open = update = self._target.begin(terms, partial=partial)
+        self._open = update = self._target.begin(terms, partial=partial, behind=behind)
         return update
 
     def _commit(self, update: VerbUpdate, label: str | None) -> UpdateReceipt:
@@ -362,6 +406,13 @@ class VerbSession:
             update.timer.cancel()
             self._ended = f"the last one ended: {reason}"
         return update.abort(reason)
+
+    def _end_drop(self, why: str) -> bool:
+        """Free the ranks from a broadcast that is of no update."""
+        if found := self._drops:
+            self._ended = f"the last broadcast ended: {why}"
+            self._leave()
+        return found
 
     def _end_init(self, why: str, group: str | None = None) -> bool:
         """End an init that waits for its trainer; once it is over, the next verb may come."""

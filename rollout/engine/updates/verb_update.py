@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from rollout.errors import WeightMismatch, some
 from rollout.weight_sync.protocol.bucket import ALIGNMENT
@@ -16,6 +16,7 @@ from rollout.weight_sync.protocol.messages import MAX_BUCKET_BYTES, BucketEntry,
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.transports.foreign_group import ForeignGroup
 from rollout.weights import Box, TensorMeta
+from rollout.weights.components import POLICY, component_of
 from rollout.weights.names import file_form, is_weight, placed
 from rollout.weights.wanted import WantedWeights
 
@@ -44,11 +45,42 @@ class Terms:
     implicit: bool
 
 
-class VerbUpdate(ABC):
-    """One update under way, and what has come of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """What an update has not had, and what may still come behind it where it commits by itself:
+    names of other tensors (a tied head), and components that a policy's stream may have, too.
+    """
 
-    def __init__(self, wanted: WantedWeights, update_id: str, version: int, terms: Terms) -> None:
+    aliases: frozenset[str] = frozenset()
+    components: frozenset[str] = frozenset()
+
+    @classmethod
+    def all_of(cls, wanted: WantedWeights) -> Self:
+        return cls(aliases=frozenset(wanted.aliases), components=frozenset(wanted.routed))
+
+    def has(self, name: str) -> bool:
+        return name in self.aliases or component_of(name) in self.components
+
+    def without(self, names: Collection[str]) -> Late:
+        return Late(
+            aliases=self.aliases.difference(names),
+            components=self.components.difference(map(component_of, names)),
+        )
+
+
+class VerbUpdate(ABC):
+    """One update under way, and what has come of it.
+
+    ``due``: the components that it has to have. Where the policy is none of them, it came before,
+    and what is not of these, nor a ``late`` alias of it, is refused.
+    """
+
+    def __init__(
+        self, wanted: WantedWeights, update_id: str, version: int, terms: Terms,
+        due: tuple[str, ...],
+    ) -> None:  # fmt: skip
         self._wanted = replace(wanted, schemes={})  # codes come by no verb
+        self._due, self.late = due, Late.all_of(wanted)
         self.update_id, self.version = update_id, version
         self._timeout, self.deadline, self.implicit = terms.timeout, terms.deadline, terms.implicit
         self.label: str | None = None
@@ -64,17 +96,11 @@ class VerbUpdate(ABC):
         model's weights is received, since the trainer sends it, and dropped.
         """
         tensors = [TensorMeta(file_form(m.name), m.dtype, m.shape) for m in tensors]
-        wanted = self._wanted
-        sent, dropped = [*self._sent], set()
-        for meta in tensors:
-            name = placed(meta.name, wanted.prefixes)
-            if name is not None and is_weight(name):
-                sent.append(TensorMeta(name, meta.dtype, meta.shape))
-            else:
-                dropped.add(meta.name)
-        check_metadata(sent, wanted, partial=True)
+        sent = [*self._sent, *taken(tensors, self._wanted)]
+        self._check_begun(sent)
+        check_metadata(sent, self._wanted, partial=True)
         headers = list(_headers(tensors, packing, self._num_buckets))
-        _check_dropped(headers, dropped)
+        _check_dropped(headers, self._wanted)
         self._sent = sent
         self._take(headers)
         received = sum(meta.nbytes for meta in tensors)
@@ -82,16 +108,40 @@ class VerbUpdate(ABC):
         self.calls += 1
         return received
 
+    @property
+    def components(self) -> frozenset[str]:
+        """Those that it is of: all that it has to have, or had something of."""
+        sent = (meta.name for meta in self._sent if not self._is_behind(meta.name))
+        return frozenset(self._due).union(map(component_of, sent))
+
     def is_complete(self) -> bool:
         return not self.missing()
 
     def missing(self) -> Sequence[str]:
         """What the tensors sent so far lack, a line each."""
-        return differences(self._sent, self._wanted)
+        sent = [meta for meta in self._sent if not self._is_behind(meta.name)]
+        return differences(sent, self._wanted, components=self._due)
 
-    def unsent_aliases(self) -> frozenset[str]:
-        """Names of other tensors that were not sent so far, in file form."""
-        return frozenset(self._wanted.aliases) - {meta.name for meta in self._sent}
+    def unsent(self) -> Late:
+        """Of what may come ``late`` that which was not sent so far."""
+        return self.late.without([meta.name for meta in self._sent])
+
+    def _is_behind(self, name: str) -> bool:
+        """Whether it is an alias of what was live before, which is compared alone."""
+        return POLICY not in self._due and component_of(name) not in self._due
+
+    def _check_begun(self, sent: Sequence[TensorMeta]) -> None:
+        """``WeightMismatch`` where the next update begins before a head that came late is whole."""
+        if POLICY in self._due:
+            return
+        if others := [meta.name for meta in sent if not self.late.has(meta.name)]:
+            missing = some(self.missing(), 4, "; ")
+            raise WeightMismatch(
+                f"{some(others, 4)} came before {' and '.join(self._due)}, which began to "
+                f"come behind the last update, had come whole: {missing}. Say "
+                "start_weight_update before an update and finish_weight_update behind it "
+                "(/begin_weight_update, /end_weight_update), or send a head whole, or none of it"
+            )
 
     @abstractmethod
     def _take(self, headers: Sequence[BucketHeader]) -> None:
@@ -127,6 +177,10 @@ class Places(Protocol):
         """Whether all are in the group, and the trainer that leads it still there."""
         ...
 
+    def drop(self, nbytes: int, timeout: float) -> None:
+        """Receive a broadcast that is of no update."""
+        ...
+
     def leave(self, place: str) -> None: ...
 
 
@@ -145,8 +199,16 @@ class VerbTarget(Protocol):
         """Of an update that is over; ``VersionConflict`` where it did not commit."""
         ...
 
-    def begin(self, terms: Terms, *, partial: bool) -> VerbUpdate:
-        """``partial``: of aliases alone, to be confirmed."""
+    @property
+    def wanted(self) -> WantedWeights: ...
+
+    def begin(
+        self, terms: Terms, *, partial: bool = False, behind: tuple[str, ...] = ()
+    ) -> VerbUpdate:
+        """Of a policy's stream; ``behind``: of these components alone, which come behind it, and
+        with ``partial`` of its aliases, too. ``partial`` by itself: of aliases alone, to be
+        confirmed.
+        """
         ...
 
     def give_up_prepared(self, update_id: str, reason: str) -> bool:
@@ -158,10 +220,38 @@ class VerbTarget(Protocol):
         ...
 
 
-def _check_dropped(headers: Sequence[BucketHeader], dropped: Collection[str]) -> None:
-    """Nothing says what shape they have: memory for any size would be asked for."""
+def taken(tensors: Sequence[TensorMeta], wanted: WantedWeights) -> list[TensorMeta]:
+    """Those that are weights of the model, by its names."""
+    found = []
+    for meta in tensors:
+        name = placed(file_form(meta.name), wanted.prefixes)
+        if name is not None and is_weight(name):
+            found.append(replace(meta, name=name))
+    return found
+
+
+def drop(
+    tensors: Sequence[TensorMeta], packing: Packing, wanted: WantedWeights, places: Places,
+    timeout: float,
+) -> int:  # fmt: skip
+    """Receive the broadcasts of ``tensors``, none of which is ``taken``; returns their bytes."""
+    headers = list(_headers(tensors, packing, 0))
+    _check_dropped(headers, wanted)
     for header in headers:
-        entries = [entry for entry in header.entries if entry.name in dropped]
+        places.drop(sum(entry.nbytes for entry in header.entries), timeout)
+    return sum(meta.nbytes for meta in tensors)
+
+
+def _check_dropped(headers: Sequence[BucketHeader], wanted: WantedWeights) -> None:
+    """Nothing says what shape they have that are not taken: memory for any size would be asked
+    for.
+    """
+    for header in headers:
+        entries = [
+            entry
+            for entry in header.entries
+            if not taken([TensorMeta(entry.name, entry.dtype, entry.shape)], wanted)
+        ]
         if (nbytes := sum(entry.nbytes for entry in entries)) > MAX_BUCKET_BYTES:
             names = some([entry.name for entry in entries], 4)
             raise WeightMismatch(

@@ -85,6 +85,14 @@ class RankUpdates:
         member = self._members.get(member_id)
         return {"alive": member is not None and member.is_alive()}
 
+    def drop(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Receive a broadcast of ``args["nbytes"]`` that is of no update."""
+        member = self._members.get(self._using)
+        if member is None:
+            raise TransferFailed(f"rank {self._rank} has left the trainer's group")
+        member.receive(args["nbytes"], args["timeout"])
+        return {}
+
     def leave(self, member_id: str | None = None) -> dict[str, Any]:
         """Leave this group, or all, from any thread; a blocked ``join`` or ``bucket`` raises.
 

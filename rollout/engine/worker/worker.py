@@ -91,6 +91,7 @@ class Worker:
             "leave_group": self._plain(lambda args: self.updates.leave(args["id"])),
             "stage_member": self._plain(lambda args: self.updates.member(args["id"])),
             "stage_use": self._plain(lambda args: self.updates.use(args["id"])),
+            "stage_drop": self._plain(lambda args: self.updates.drop(args)),
             "stage_join": self._plain(lambda args: self.updates.join(args)),
             "stage_foresee": self._plain(lambda _: self.updates.foresee()),
             "stage_begin": self._plain(self.stage_begin),

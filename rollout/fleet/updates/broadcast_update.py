@@ -46,6 +46,9 @@ from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.publisher import publish
 from rollout.weight_sync.trainer.weight_report import check_weights
+from rollout.weights.components import POLICY
+from rollout.weights.names import placed
+from rollout.weights.wanted import WantedWeights
 
 AHEAD = 2  # broadcasts that wait for members which are slower than the trainer
 LONGEST = 8  # of an update's timeouts, within which a step of it has ended
@@ -86,11 +89,20 @@ class FleetTarget:
             return self._of_a_member(update_id)
         return None
 
-    def begin(self, terms: Terms, *, partial: bool) -> VerbUpdate:
+    @property
+    def wanted(self) -> WantedWeights:
+        return self._link.info().wanted
+
+    def begin(
+        self, terms: Terms, *, partial: bool = False, behind: tuple[str, ...] = ()
+    ) -> VerbUpdate:
         info = self._link.info()
+        if behind:
+            [head] = behind  # of a release
+            return _HeadUpdate(self._link, self.places, info, terms, self._note_failed, head)
         if partial:
             return _AliasComparison(self._link, self.places, info, terms)
-        return _BroadcastUpdate(self._link, self.places, info, terms, self._note_failed)
+        return _BroadcastUpdate(self._link, self.places, info, terms, self._note_failed, info.due)
 
     def give_up_prepared(self, update_id: str, reason: str) -> bool:
         return False  # a fleet decides by itself
@@ -127,9 +139,10 @@ class _Update(VerbUpdate):
     """The front's side of both: one broadcast after the other."""
 
     def __init__(
-        self, places: FrontPlaces, info: WeightInfo, update_id: str, version: int, terms: Terms
-    ) -> None:
-        super().__init__(info.wanted, update_id, version, terms)
+        self, places: FrontPlaces, info: WeightInfo, update_id: str, version: int, terms: Terms,
+        components: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        super().__init__(info.wanted, update_id, version, terms, components)
         self._places = places
 
     def _take(self, headers: Sequence[BucketHeader]) -> None:
@@ -161,7 +174,7 @@ class _BroadcastUpdate(_Update):
 
     def __init__(
         self, link: FleetLink, places: FrontPlaces, info: WeightInfo, terms: Terms,
-        note_failed: Callable[[str, str], None],
+        note_failed: Callable[[str, str], None], components: tuple[str, ...],
     ) -> None:  # fmt: skip
         self._link, self._asked, self._note_failed = link, terms, note_failed
         self._id = terms.update_id or uuid.uuid4().hex
@@ -182,7 +195,7 @@ class _BroadcastUpdate(_Update):
             self._give_up(late := f"the fleet's update has not begun within {limit:g} s")
             raise DeadlineExceeded(late)
         begun = self._begun.result()
-        super().__init__(places, info, begun.update_id, begun.version, terms)
+        super().__init__(places, info, begun.update_id, begun.version, terms, components)
 
     def confirm(self) -> None:
         raise AssertionError("whole updates are committed")
@@ -231,11 +244,14 @@ class _BroadcastUpdate(_Update):
                 patience=asked.deadline + asked.timeout,
             )  # fmt: skip
             link = _ToldLink(self._link, self)
-            self._end.set_result(publish(self._pairs(), connect=lambda: link, options=options))
+            self._end.set_result(publish(self._source(), connect=lambda: link, options=options))
         except BaseException as error:  # noqa: BLE001 - raised by the verb that comes next
             if self._begun.done():
                 self._note_failed(self._id, self._given_up or str(error))
             self._end.set_exception(error)
+
+    def _source(self) -> Any:
+        return self._pairs()
 
     def _pairs(self) -> Iterator[tuple[str, Tensor]]:
         while (tensors := self._parts.get()) is not None:
@@ -265,6 +281,29 @@ class _BroadcastUpdate(_Update):
             raise TransferFailed(f"the update was given up: {self._given_up}")
         if self._end.done():
             self._end.result()
+
+
+class _HeadUpdate(_BroadcastUpdate):
+    """Of a head that comes behind its policy's update, and of aliases that come with it."""
+
+    def __init__(
+        self, link: FleetLink, places: FrontPlaces, info: WeightInfo, terms: Terms,
+        note_failed: Callable[[str, str], None], head: str,
+    ) -> None:  # fmt: skip
+        self._head, self._aliases = head, dict[str, Tensor]()
+        super().__init__(link, places, info, terms, note_failed, (head,))
+
+    def commit(self, label: str | None) -> UpdateReceipt:
+        _compare_aliases(self._link, self._aliases, self._wanted, self._timeout)
+        return super().commit(label)
+
+    def _source(self) -> Any:
+        return {self._head: self._pairs()}
+
+    def _bring(self, tensors: list[tuple[str, Tensor]]) -> None:
+        aliases = _aliases_in(tensors, self._wanted)
+        self._aliases |= aliases
+        super()._bring([(name, tensor) for name, tensor in tensors if name not in aliases])
 
 
 class _ToldLink(LinkOver):
@@ -298,25 +337,16 @@ class _AliasComparison(_Update):
     def __init__(
         self, link: FleetLink, places: FrontPlaces, info: WeightInfo, terms: Terms
     ) -> None:
-        super().__init__(places, info, terms.update_id or uuid.uuid4().hex, info.version, terms)
+        update_id = terms.update_id or uuid.uuid4().hex
+        super().__init__(places, info, update_id, info.version, terms, (POLICY,))
         self._link = link
         self._came: dict[str, Tensor] = {}
 
     def _bring(self, tensors: list[tuple[str, Tensor]]) -> None:
-        self._came.update(tensors)
+        self._came |= _aliases_in(tensors, self._wanted)
 
     def confirm(self) -> None:
-        report = check_weights(self._came, connect=lambda: self._link, timeout=self._timeout)
-        owners = self._wanted.aliases
-        differing = {owners.get(name, name) for name in report.differing}
-        problems = [
-            f"{name}: differs from {owners[name]}, which it is tied to; untie them in the config "
-            "or send equal values"
-            for name in self._came
-            if owners.get(name) in differing
-        ]
-        if problems:
-            raise WeightMismatch(some(problems, between="; "), problems=problems)
+        _compare_aliases(self._link, self._came, self._wanted, self._timeout)
 
     def commit(self, label: str | None) -> UpdateReceipt:
         raise AssertionError("aliases that came late are compared")
@@ -324,3 +354,26 @@ class _AliasComparison(_Update):
     def abort(self, reason: str) -> bool:
         self._places.interrupt()
         return True
+
+
+def _compare_aliases(
+    link: FleetLink, came: dict[str, Tensor], wanted: WantedWeights, timeout: float
+) -> None:
+    """``WeightMismatch`` names those that differ from what is live of their owners."""
+    if not came:
+        return
+    owners, prefixes = wanted.aliases, wanted.prefixes
+    report = check_weights(came, connect=lambda: link, timeout=timeout)
+    differing = {owners.get(name, name) for name in report.differing}
+    problems = [
+        f"{name}: differs from {owners[name]}, which it is tied to; untie them in the config "
+        "or send equal values"
+        for name in (placed(raw, prefixes) for raw in came)
+        if name is not None and owners[name] in differing
+    ]
+    if problems:
+        raise WeightMismatch(some(problems, between="; "), problems=problems)
+
+
+def _aliases_in(tensors: list[tuple[str, Tensor]], wanted: WantedWeights) -> dict[str, Tensor]:
+    return {name: t for name, t in tensors if placed(name, wanted.prefixes) in wanted.aliases}

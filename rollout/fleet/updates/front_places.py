@@ -67,6 +67,9 @@ class FrontPlaces:
         finally:
             self._receiving = ""
 
+    def drop(self, nbytes: int, timeout: float) -> None:
+        self.receive(nbytes, timeout, lambda: None)
+
     def interrupt(self) -> None:
         """End a broadcast that is waited for, with its places: nobody knows what comes next."""
         for member in self._members.get(self._receiving, []):

@@ -139,6 +139,12 @@ class WeightInfo:
         )
 
     @property
+    def due(self) -> tuple[str, ...]:
+        """The components that a policy's stream has to have: where all have to come, all it may."""
+        further = self.wanted.routed if self.state == "broken" else ()
+        return (POLICY, *dict.fromkeys(further))
+
+    @property
     def schemes(self) -> dict[str, Scheme]:
         """The scheme of each quantised tensor whose codes the engine takes."""
         if self.grid is None or "codes" not in self.features:

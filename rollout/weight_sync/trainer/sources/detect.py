@@ -142,8 +142,8 @@ class Detected:
             known = source.metadata()
             if known is not None:
                 told = [component_of(meta.name) for meta in known]
-            else:  # where all have to come, a stream has to have what it may have
-                told = wanted.routed if info.state == "broken" else []
+            else:
+                told = list(info.due)
             components = tuple(dict.fromkeys((*components, *told)))
         return Incoming(source, wanted, components, adapters, self.merged)
 
