@@ -190,7 +190,7 @@ class Model:
                 step = lambda: sampler.sample(_there(graphs.run(inputs)), settings)  # noqa: E731
         else:
             step = lambda: sampler.sample(self._forward(inputs), settings)  # noqa: E731
-        seconds = _wall(lambda: step().to_host()())
+        seconds = wall(lambda: step().to_host()())
         if graphs is not None:
             graphs.drop()
         return seconds
@@ -215,7 +215,7 @@ class Model:
         sampler, settings = make_sampler(DEVICE), greedy(1)
         plain = lambda: self._forward(_on_device(prompt))  # noqa: E731
         seconds = [
-            _wall(lambda run=run: sampler.sample(run(), settings).to_host()())
+            wall(lambda run=run: sampler.sample(run(), settings).to_host()())
             for run in (replayed, plain)
         ]
         if graphs is not None:
@@ -345,7 +345,7 @@ def greedy(rows: int) -> SamplingMetadata:
     )
 
 
-def _wall(run: Callable[[], object]) -> float:
+def wall(run: Callable[[], object]) -> float:
     """Median seconds of 10 calls after 3, in the wall clock; in a dry run, of one."""
     times = []
     for turn in range(13 if CUDA else 1):

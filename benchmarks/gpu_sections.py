@@ -6,15 +6,19 @@ import inspect
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_models import Model, launched_in_turn, measure, measure_replay
+from gpu_models import Model, greedy, launched_in_turn, measure, measure_replay, wall
 from torch import Tensor
 
 from rollout import kernels
+from rollout.engine.sampling.fused_sampler import FusedSampler
+from rollout.engine.sampling.sampler import Sampler
 from rollout.kernels import DigestedAs
 from rollout.kernels.region_table import RegionTables
 from rollout.weights import PLAIN, Box
@@ -108,6 +112,7 @@ def ops(report: Any) -> None:
     logits = torch.randn(rows, 600 if dry else 128256, device=DEVICE, dtype=BF16)
     _moves(report, "scan_logits", logits.nbytes, lambda: run("scan_logits")(logits))
     _draws(report, logits)
+    _samplers(report, logits)
     matrix = torch.randn(hidden, hidden, device=DEVICE, dtype=BF16)
     for count in (1,) if dry else (1, 32, 256):
         part = x[:count]
@@ -167,6 +172,32 @@ def _draws(report: Any, logits: Tensor) -> None:
             goal = 60.0 if count == 1 else 250.0
             label = f"the goal of {goal:g} us"
             report.add(f"sample, {count} rows, {name}", seconds * 1e6, "us", label, goal)
+
+
+def _samplers(report: Any, logits: Tensor) -> None:
+    """What a step's rows ask for besides a draw, from the logits to the host's arrays; beside it
+    the sampler by torch's operations.
+    """
+    rows = len(logits)
+    plain, every = greedy(rows), np.arange(rows)
+    drawn = replace(plain, numbers=np.tile(np.array([1, 0.9, 0, 1, 0, 0], np.float32), (rows, 1)))
+    seen = np.arange(500)  # tokens of the one row that has penalties
+    penalised = {
+        "seen_ids": seen, "seen_counts": np.ones(500, np.float32), "seen_rows": every[:1],
+        "seen_starts": np.array([0, 500]),
+    }  # fmt: skip
+    asked = {
+        "greedy": plain,
+        "one has penalties": replace(plain, **penalised),
+        "5 alternatives": replace(plain, num_top=np.full(rows, 5)),
+        "top_p and its masks": replace(drawn, kept_rows=every),
+    }
+    for name, sampling in asked.items():
+        ours, others = (
+            wall(lambda s=sampler, x=sampling: s.sample(logits, x).to_host()()) * 1e6
+            for sampler in (FusedSampler(), Sampler())
+        )
+        report.add(f"sampler, {rows} rows, {name}", ours, "us", "by torch's operations", others)
 
 
 def _attention_shapes(dry: bool) -> Iterator[tuple[int, int, int]]:
