@@ -227,10 +227,17 @@ class EngineConfig:
     enable_prefix_caching: bool = _setting(True, "share the KV blocks of common prefixes")
     max_images: int = _setting(16, "images of one prompt", least=1)
     max_image_pixels: int = _setting(
-        1 << 25, "pixels of one image; a larger one is refused before it is decoded", least=1
+        1 << 25, "pixels of an image or a frame; a larger one is refused undecoded", least=1
+    )
+    max_videos: int = _setting(4, "videos of one prompt", least=1)
+    max_video_frames: int = _setting(768, "frames of one video", least=1)
+    max_video_pixels: int = _setting(
+        1 << 29, "pixels of all frames of a video; more are refused undecoded", least=1
     )
     encoder_cache_bytes: int = _setting(
-        256 << 20, "bytes on each rank for features of images, between engine steps", least=1
+        256 << 20,
+        "bytes on each rank for features of what is seen, between engine steps",
+        least=1,
     )
     allow_remote_images: bool = _setting(
         False, "fetch images that chats name by http(s) URL (default: refuse all but data: URIs)"

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rollout.api.image_inputs import image_prompt
+from rollout.api.visual_inputs import visual_prompt
 from rollout.config import check_written
 from rollout.errors import ConfigError, InvalidRequest, PromptTooLong
-from rollout.generation import AnyPrompt, ContinuedPrompt, ImagePrompt, SamplingParams, parts_of
+from rollout.generation import AnyPrompt, ContinuedPrompt, SamplingParams, VisualPrompt, parts_of
 from rollout.rpc.convert import Messages
 
 Prompts = AnyPrompt | Mapping[str, Any] | Sequence[AnyPrompt | Mapping[str, Any]]
@@ -31,7 +31,7 @@ def as_prompts(prompts: Any, max_model_len: int, params: Params = None) -> list[
 
 
 def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[AnyPrompt]:
-    if isinstance(prompts, str | Mapping | ImagePrompt | ContinuedPrompt):
+    if isinstance(prompts, str | Mapping | VisualPrompt | ContinuedPrompt):
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise InvalidRequest(
@@ -41,7 +41,7 @@ def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[A
     each = [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)
     for number, prompt in enumerate(each):
         if isinstance(prompt, Mapping):
-            prompt = each[number] = image_prompt(prompt, f"prompt {number}")
+            prompt = each[number] = visual_prompt(prompt, f"prompt {number}")
         prompt, _, _ = parts_of(prompt)
         listed = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
         if listed and len(prompt) >= max_model_len + answerless:
@@ -57,6 +57,13 @@ def _as_prompts(prompts: Any, max_model_len: int, *, answerless: bool) -> list[A
             hint = several if texts else _as_list(prompt) or _as_list(prompt[0] if listed else None)
             raise InvalidRequest(f"prompt {number} is neither a text nor a list of token ids{hint}")
     return each
+
+
+def have_files(prompts: Any) -> bool:
+    """Whether a prompt is a mapping, whose images and videos are to be read: not in a loop."""
+    if isinstance(prompts, list | tuple) and prompts and not isinstance(prompts[0], int):
+        return any(isinstance(prompt, Mapping) for prompt in prompts)
+    return isinstance(prompts, Mapping)
 
 
 def as_one_prompt(prompt: Any) -> str | list[int]:

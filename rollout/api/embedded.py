@@ -14,10 +14,10 @@ from typing import Any
 
 import rollout
 from rollout.api.adapters import MAX_NAMES, MergedAdapters
-from rollout.api.image_inputs import take_images
 from rollout.api.prompts import PromptPreparer
 from rollout.api.running_calls import RunningCalls
 from rollout.api.send_live import send_live
+from rollout.api.visual_inputs import take_visuals
 from rollout.config import EngineConfig
 from rollout.distributed.futures import resolve
 from rollout.engine.core import EngineCore
@@ -135,10 +135,10 @@ class EmbeddedBackend:
         with self._calls.coming(request_ids, params) as call:
             ids = await self.prompts.token_ids([given for given, _, _ in parts])
             texts = [given if isinstance(given, str) else None for given, _, _ in parts]
-            ids, images = await self.prompts.placed(ids, [files for _, files, _ in parts])
+            ids, placed = await self.prompts.placed(ids, [shown for _, shown, _ in parts])
             delivered = [done for _, _, done in parts]
             async with contextlib.aclosing(
-                self._calls.run(call, ids, texts, params, request_ids, stream, images, delivered)
+                self._calls.run(call, ids, texts, params, request_ids, stream, placed, delivered)
             ) as outputs:
                 async for item in outputs:
                     yield item
@@ -160,9 +160,9 @@ class EmbeddedBackend:
         with self._calls.coming(request_ids, params) as call:
             chats = await self.prompts.chats(conversations, options)
             ids, texts = [chat.token_ids for chat in chats], [chat.text for chat in chats]
-            images = [chat.images for chat in chats]
+            placed = [chat.placed for chat in chats]
             async with contextlib.aclosing(
-                self._calls.run(call, ids, texts, params, request_ids, stream, images, delivered)
+                self._calls.run(call, ids, texts, params, request_ids, stream, placed, delivered)
             ) as outputs:
                 async for item in outputs:
                     yield item
@@ -182,7 +182,7 @@ class EmbeddedBackend:
 
     async def render(self, messages: Messages, options: ChatOptions) -> str:
         tokenizer = self.prompts.tokenizer("a chat template")
-        messages, _ = take_images(messages)
+        messages, _ = take_visuals(messages)
         return await asyncio.to_thread(tokenizer.render_chat, messages, options)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:

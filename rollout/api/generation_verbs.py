@@ -24,13 +24,14 @@ from rollout.api.arguments import (
     as_texts,
     check_scored,
     check_vectors,
+    have_files,
     one_of,
 )
 from rollout.api.backend import Backend, Outputs
 from rollout.api.call_names import CallNames
-from rollout.api.image_inputs import has_images, portable, with_images
 from rollout.api.read_floor import ReadFloor
 from rollout.api.sessions.session import AsyncSession
+from rollout.api.visual_inputs import has_visuals, portable, with_images
 from rollout.errors import InvalidRequest
 from rollout.generation import (
     AnyPrompt,
@@ -39,10 +40,10 @@ from rollout.generation import (
     Completion,
     ContinuedPrompt,
     EmbeddingOutput,
-    ImagePrompt,
     RequestOutput,
     SamplingParams,
     ScoreOutput,
+    VisualPrompt,
     classify_params,
     embed_params,
     score_params,
@@ -214,8 +215,8 @@ class GenerationVerbs(ABC):
         for prompt in prompts:
             if isinstance(prompt, str):
                 found.append(await self.backend.tokenize(prompt))
-            elif isinstance(prompt, ImagePrompt | ContinuedPrompt):
-                raise InvalidRequest("score takes texts and lists of token ids, no images")
+            elif isinstance(prompt, VisualPrompt | ContinuedPrompt):
+                raise InvalidRequest("score takes texts and lists of token ids alone")
             else:
                 found.append(list(prompt))
         return found
@@ -239,7 +240,11 @@ class GenerationVerbs(ABC):
     ) -> Outputs:
         """(index of the prompt, output) as they finish; with ``stream`` cumulative ones, too."""
         await self.start()
-        each = as_prompts(prompts, self.backend.max_model_len, params)
+        longest = self.backend.max_model_len
+        if have_files(prompts):
+            each = await asyncio.to_thread(as_prompts, prompts, longest, params)
+        else:
+            each = as_prompts(prompts, longest, params)
         ids, many = as_ids(request_ids, len(each)), self._params(params, len(each))
         with self.names.under_way(request_ids, ids):
             outputs = self.backend.generate(each, many, ids, stream=stream)
@@ -263,7 +268,7 @@ class GenerationVerbs(ABC):
         chat = ChatOptions.from_dict(options)
         await self.start()
         each = as_conversations(messages)
-        if any(has_images(one) for one in each):
+        if any(has_visuals(one) for one in each):
             each = await asyncio.to_thread(lambda: [portable(one) for one in each])
         ids, many = as_ids(request_ids, len(each)), self._params(params, len(each))
         with self.names.under_way(request_ids, ids):

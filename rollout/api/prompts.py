@@ -1,28 +1,28 @@
-"""What callers give, as the engine takes it: token ids, with images in their places."""
+"""What callers give, as the engine takes it: token ids, with images and videos in their places."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rollout.api.image_inputs import fetched, take_images
+from rollout.api.visual_inputs import read_visuals, take_visuals
 from rollout.engine.core import EngineCore
-from rollout.engine.images.processor import ImageProcessor
 from rollout.engine.tokenizer import Tokenizer
+from rollout.engine.visuals.processor import VisualProcessor
 from rollout.errors import InvalidRequest
-from rollout.generation import ChatOptions, PlacedImage, PromptInput
+from rollout.generation import ChatOptions, PlacedVisual, PromptInput, Visuals
 from rollout.rpc.convert import Messages
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A conversation as the engine takes it; ``files`` are those of its ``images``."""
+    """A conversation as the engine takes it; ``placed`` is what it ``shows``."""
 
     text: str
     token_ids: list[int]
-    images: tuple[PlacedImage, ...] = ()
-    files: Sequence[bytes] = ()
+    placed: tuple[PlacedVisual, ...] = ()
+    shows: Visuals = field(default_factory=Visuals)
 
 
 class PromptPreparer:
@@ -43,20 +43,20 @@ class PromptPreparer:
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     async def placed(
-        self, prompts: Sequence[Sequence[int]], files: Sequence[Sequence[bytes]]
-    ) -> tuple[list[Sequence[int]], list[tuple[PlacedImage, ...]]]:
-        """Prompts with their images in their places, which is nothing to do without any."""
-        if not any(files):
+        self, prompts: Sequence[Sequence[int]], shown: Sequence[Visuals]
+    ) -> tuple[list[Sequence[int]], list[tuple[PlacedVisual, ...]]]:
+        """Prompts with what they show in its places, which is nothing to do without any."""
+        if not any(shown):
             return list(prompts), [()] * len(prompts)
-        images = self._images("the prompt")
+        visuals = self._visuals("the prompt", any(each.videos for each in shown))
 
-        def prepare() -> list[tuple[Sequence[int], tuple[PlacedImage, ...]]]:
+        def prepare() -> list[tuple[Sequence[int], tuple[PlacedVisual, ...]]]:
             several = len(prompts) > 1
             return [
-                images.prepare(ids, own, f"prompt {n}" if several else "the prompt")
+                visuals.prepare(ids, own, f"prompt {n}" if several else "the prompt")
                 if own
                 else (ids, ())
-                for n, (ids, own) in enumerate(zip(prompts, files, strict=True))
+                for n, (ids, own) in enumerate(zip(prompts, shown, strict=True))
             ]
 
         placed = await asyncio.to_thread(prepare)
@@ -65,21 +65,23 @@ class PromptPreparer:
     async def chats(
         self, conversations: Sequence[Messages], options: ChatOptions
     ) -> list[PreparedChat]:
-        """What each conversation is for the engine; images are fetched and placed, too."""
+        """What each conversation is for the engine; what it shows is fetched and placed, too."""
         tokenizer = self.tokenizer("chat")
         remote = self._core.config.allow_remote_images
 
         def prepare(conversation: Messages) -> PreparedChat:
-            messages, urls = take_images(conversation)
-            images = self._images(urls[0][0]) if urls else None
+            messages, parts = take_visuals(conversation)
+            visuals = None
+            if parts:
+                visuals = self._visuals(parts[0].where, any(part.is_video for part in parts))
             text = tokenizer.render_chat(messages, options)
             tokenizer.check_length(text, self._core.max_model_len)
             ids = tokenizer.encode(text, add_special_tokens=False)
-            if images is None:
+            if visuals is None:
                 return PreparedChat(text, ids)
-            files = [fetched(url, where, remote) for where, url in urls]
-            ids, placed = images.prepare(ids, files, "the conversation")
-            return PreparedChat(text, ids, placed, files)
+            shows = read_visuals(parts, remote)
+            ids, placed = visuals.prepare(ids, shows, "the conversation")
+            return PreparedChat(text, ids, placed, shows)
 
         return await asyncio.to_thread(lambda: [prepare(one) for one in conversations])
 
@@ -94,8 +96,10 @@ class PromptPreparer:
             )
         return self._core.tokenizer
 
-    def _images(self, where: str) -> ImageProcessor:
-        if self._core.images is None:
-            why = "has no image processor's file" if self._core.model_config.vision else "sees none"
-            raise InvalidRequest(f"{where} has images, but {self._core.config.model} {why}")
-        return self._core.images
+    def _visuals(self, where: str, are_videos: bool) -> VisualProcessor:
+        if self._core.visuals is None:
+            what, why = "videos" if are_videos else "images", "sees none"
+            if self._core.model_config.vision is not None:
+                why = "has no image processor's file"
+            raise InvalidRequest(f"{where} has {what}, but {self._core.config.model} {why}")
+        return self._core.visuals

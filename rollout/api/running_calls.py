@@ -11,7 +11,7 @@ from rollout.api.coming_call import ComingCall
 from rollout.api.output_collector import Mailbox, RequestOutputCollector
 from rollout.engine.core import EngineCore
 from rollout.errors import EngineError, InvalidRequest, RolloutError, VersionConflict
-from rollout.generation import Completion, PlacedImage, Request, RequestOutput, SamplingParams
+from rollout.generation import Completion, PlacedVisual, Request, RequestOutput, SamplingParams
 
 _LOOK = 0.005  # seconds between looks at what is live
 
@@ -59,20 +59,20 @@ class RunningCalls:
         params: Sequence[SamplingParams],
         request_ids: Sequence[str],
         stream: bool,
-        images: Sequence[tuple[PlacedImage, ...]],
+        visuals: Sequence[tuple[PlacedVisual, ...]],
         delivered: Sequence[tuple[Completion, ...]] | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """One call: (index of its request, output), of all or, with ``stream``, as tokens come.
 
-        ``images`` and ``delivered`` (what was answered of samples that go on) are one each. A
+        ``visuals`` and ``delivered`` (what was answered of samples that go on) are one each. A
         reader that leaves early aborts what is left. What is aborted before the engine has it ends
         there without a step.
         """
         begun = delivered or [()] * len(params)
-        rows = zip(request_ids, prompt_ids, params, texts, images, begun, strict=True)
+        rows = zip(request_ids, prompt_ids, params, texts, visuals, begun, strict=True)
         requests = [
             Request(
-                request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text, images=own,
+                request_id=i, prompt_token_ids=tuple(ids), params=p, prompt=text, visuals=own,
                 delivered=done,
             )
             for i, ids, p, text, own, done in rows

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +27,6 @@ from rollout.engine.executors import (
     replies_by_now,
 )
 from rollout.engine.facts import engine_facts
-from rollout.engine.images.encoder_cache import EncoderCache
-from rollout.engine.images.processor import ImageLimits, ImageProcessor
 from rollout.engine.loaded_model import LoadedModel
 from rollout.engine.loop import StepLoop
 from rollout.engine.memory_plan import (
@@ -57,6 +56,9 @@ from rollout.engine.serving_lease import LEAVING, ServingLease
 from rollout.engine.structured.grammars import Grammars
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.version_switch import VersionSwitch
+from rollout.engine.visuals.encoder_cache import EncoderCache
+from rollout.engine.visuals.limits import VisualLimits
+from rollout.engine.visuals.processor import VisualProcessor
 from rollout.engine.worker.graphs.decode_graphs import check_graphs
 from rollout.errors import (
     ConfigError,
@@ -113,7 +115,7 @@ class EngineCore:
             slots, setting = config.max_cpu_loras, "max_cpu_loras"
         self.adapters = AdapterTable(slots, self._adapters_in_use, setting)
         self.grammars: Grammars | None = None
-        self.images: ImageProcessor | None = None
+        self.visuals: VisualProcessor | None = None
         self.journal: Journal | None = None
         self._encoder: EncoderCache | None = None
         self._executor = executor
@@ -207,7 +209,7 @@ class EngineCore:
                 self.tokenizer.path, vocab_size, model.eos_ids,
                 trust_remote_code=config.trust_remote_code, code_revision=config.code_revision,
             )  # fmt: skip
-        self._build_images()
+        self._build_visuals()
         device = str(self.rank_info[0]["device"]).partition(":")[0]
         states = None
         if size.running:
@@ -254,17 +256,23 @@ class EngineCore:
         lengths = config.prompt_lookup_min, config.prompt_lookup_max
         return NgramDrafter(most, *lengths, config.speculative_history_tokens)
 
-    def _build_images(self) -> None:
+    def _build_visuals(self) -> None:
         config, vision = self.config, self.model_config.vision
         if vision is None:
             return
         dtype = dtype_from_name(self.rank_info[0]["dtype"])
-        limits = ImageLimits(
+        limits = VisualLimits(
             max_images=config.max_images,
             max_pixels=config.max_image_pixels,
+            max_videos=config.max_videos,
+            max_video_frames=config.max_video_frames,
+            max_video_pixels=config.max_video_pixels,
             max_tokens=self.max_model_len,
         )
-        self.images = ImageProcessor.load(self._directory, vision, limits, dtype)
+        encode = None
+        if self.tokenizer is not None:
+            encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        self.visuals = VisualProcessor.load(self._directory, vision, limits, dtype, encode)
         self._encoder = EncoderCache(config.encoder_cache_bytes, vision.features * dtype.itemsize)
 
     def save_sharded_state(self, directory: Path, timeout: float) -> int:

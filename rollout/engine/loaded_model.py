@@ -35,9 +35,13 @@ class LoadedModel:
         return Labels(names=names, problem_type=problem) if names else None
 
     @property
-    def image_token(self) -> int | None:
-        """The placeholder of images in a prompt; None if the model takes no images."""
-        return None if self.config.vision is None else self.config.vision.image_token
+    def placeholders(self) -> dict[str, int]:
+        """The tokens that stand for images and videos in a prompt, by what they stand for."""
+        vision = self.config.vision
+        if vision is None:
+            return {}
+        found = {"images": vision.image_token, "videos": vision.video_token}
+        return {what: token for what, token in found.items() if token is not None}
 
     @cached_property
     def sparse_layers(self) -> tuple[bool, ...]:

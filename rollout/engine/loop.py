@@ -25,7 +25,6 @@ from rollout.distributed.native_thread import NativeThread
 from rollout.engine.adapters.places import AdapterPlaces
 from rollout.engine.deadline_future import DeadlineFuture
 from rollout.engine.executors import Executor, settled
-from rollout.engine.images.encoder_cache import EncoderCache
 from rollout.engine.pause_state import PAUSED, PauseState
 from rollout.engine.pins import Pins
 from rollout.engine.requests.output import OutputProcessor
@@ -36,6 +35,7 @@ from rollout.engine.serving_lease import ServingLease
 from rollout.engine.steps.batch import encode_batch
 from rollout.engine.steps.batch_encoder import BatchEncoder
 from rollout.engine.structured.grammars import Grammars
+from rollout.engine.visuals.encoder_cache import EncoderCache
 from rollout.errors import (
     EngineBroken,
     EngineClosed,
@@ -307,8 +307,8 @@ class StepLoop:
             args, tensors = self.encoder.encode(batch)
             if self._encoder is not None:
                 chain = self._scheduler.blocks.chain_of(batch.version)
-                images, pixels = self._encoder.plan(batch, chain)
-                args, tensors = args | images, tensors | pixels
+                visuals, pixels = self._encoder.plan(batch, chain)
+                args, tensors = args | visuals, tensors | pixels
         except Exception:
             bad = self._unencodable(batch)
             if not bad:

@@ -3,7 +3,6 @@
 from rollout.generation.chat_options import ChatOptions
 from rollout.generation.classification import ClassificationOutput, classify_params
 from rollout.generation.embedding import EmbeddingOutput, embed_params
-from rollout.generation.images import ImagePrompt, PatchedImage, PlacedImage
 from rollout.generation.labels import Labels
 from rollout.generation.outputs import (
     CUT_SHORT,
@@ -25,6 +24,7 @@ from rollout.generation.request import (
 from rollout.generation.sampling_mask import SamplingMask
 from rollout.generation.sampling_params import GREEDY_BELOW, TOKEN_PARAMS, TOP_MODES, SamplingParams
 from rollout.generation.scores import ScoreOutput, score_params, scored_rows
+from rollout.generation.visuals import PatchedVisual, PlacedVisual, Video, VisualPrompt, Visuals
 
 __all__ = [
     "CUT_SHORT",
@@ -39,12 +39,11 @@ __all__ = [
     "Completion",
     "ContinuedPrompt",
     "EmbeddingOutput",
-    "ImagePrompt",
     "Labels",
     "Logprobs",
     "PackedScores",
-    "PatchedImage",
-    "PlacedImage",
+    "PatchedVisual",
+    "PlacedVisual",
     "PromptInput",
     "Request",
     "RequestOutput",
@@ -52,6 +51,9 @@ __all__ = [
     "SamplingParams",
     "ScoreOutput",
     "VersionSpan",
+    "Video",
+    "VisualPrompt",
+    "Visuals",
     "classify_params",
     "embed_params",
     "parts_of",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.generation.images import ImagePrompt, PlacedImage
 from rollout.generation.outputs import Completion
 from rollout.generation.sampling_params import SamplingParams
+from rollout.generation.visuals import PlacedVisual, VisualPrompt, Visuals
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +18,23 @@ class ContinuedPrompt:
     seed that the first engine had, tokens are drawn as that one would have.
     """
 
-    prompt: tuple[int, ...] | ImagePrompt
+    prompt: tuple[int, ...] | VisualPrompt
     delivered: tuple[Completion, ...]
 
 
 PromptInput = str | Sequence[int]
-AnyPrompt = PromptInput | ImagePrompt | ContinuedPrompt
+_NOTHING = Visuals()
+AnyPrompt = PromptInput | VisualPrompt | ContinuedPrompt
 
 
-def parts_of(
-    prompt: AnyPrompt,
-) -> tuple[PromptInput, tuple[bytes, ...], tuple[Completion, ...]]:
-    """The text or token ids of a prompt, the files of its images, and what was delivered of it."""
+def parts_of(prompt: AnyPrompt) -> tuple[PromptInput, Visuals, tuple[Completion, ...]]:
+    """The text or token ids of a prompt, what it shows, and what was delivered of it."""
     if isinstance(prompt, ContinuedPrompt):
-        given, images, _ = parts_of(prompt.prompt)
-        return given, images, prompt.delivered
-    if isinstance(prompt, ImagePrompt):
-        return prompt.prompt, prompt.images, ()
-    return prompt, (), ()
+        given, visuals, _ = parts_of(prompt.prompt)
+        return given, visuals, prompt.delivered
+    if isinstance(prompt, VisualPrompt):
+        return prompt.prompt, prompt.visuals, ()
+    return prompt, _NOTHING, ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class Request:
     """One prompt, tokenised, with how to continue it.
 
     ``bad_words``: the token ids of ``params.bad_words``; None until somebody has made them.
-    ``images``: those of its placeholders, which are as many as their parts.
+    ``visuals``: in the order of their placeholders, which are as many as their parts.
     """
 
     request_id: str
@@ -51,5 +50,5 @@ class Request:
     params: SamplingParams
     prompt: str | None = None
     bad_words: tuple[tuple[int, ...], ...] | None = None
-    images: tuple[PlacedImage, ...] = ()
+    visuals: tuple[PlacedVisual, ...] = ()
     delivered: tuple[Completion, ...] = ()  # of a ``ContinuedPrompt``

@@ -148,14 +148,17 @@ class LatentArch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionArch:
-    """What encodes images: transformers' own module, under the name ``visual``.
+    """What encodes images and videos: transformers' own module, under the name ``visual``.
 
     ``kind``: the ``model_type`` of the whole config. ``levels``: the field of ``vision_config``
     that lists blocks of the tower whose outputs are added behind the text model's first blocks.
+    ``pace``: the field of ``vision_config`` that says how much positions rise in a second of a
+    video, which lies in the prompt whole; None: it lies there frame by frame, each behind its time.
     """
 
     kind: str
     levels: str | None = None
+    pace: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

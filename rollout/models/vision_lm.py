@@ -21,7 +21,7 @@ class VisionCausalLM(CausalLM):
         self.visual = VisionTower(build, vision)
 
     @torch.no_grad()
-    def encode_image(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    def encode_visual(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """[parts, 1 + levels, hidden] of one image; see ``VisionTower``. No rank waits in it."""
         features: Tensor = self.visual(pixels.to(self.build.dtype), grid)
         return features

@@ -29,9 +29,9 @@ from rollout.generation import (
     ChatOptions,
     Completion,
     ContinuedPrompt,
-    ImagePrompt,
     RequestOutput,
     SamplingParams,
+    parts_of,
 )
 from rollout.generation.metrics import EngineStats
 from rollout.rpc import rollout_pb2 as pb
@@ -131,8 +131,8 @@ class RolloutClient:
         ``fleet``: an engine that serves under no lease of this one refuses; 0: whoever it is.
         ``beginnings``: of each prompt, what it reports to fronts that it has had (``Routed``).
         """
-        for kind, feature in ((ImagePrompt, "images"), (ContinuedPrompt, "continued")):
-            if any(isinstance(prompt, kind) for prompt in prompts) and feature not in self.features:
+        for feature in sorted(_needed(prompts)):
+            if feature not in self.features:
                 raise InvalidRequest(
                     f"the service at {self.address} is of a version without {feature} prompts"
                 )
@@ -561,6 +561,20 @@ def _on_the_wire(what: str) -> Iterator[None]:
         yield
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{what} is not Unicode text: {error}") from error
+
+
+def _needed(prompts: Sequence[AnyPrompt]) -> set[str]:
+    """What a service must know of to take them."""
+    needed = set()
+    for prompt in prompts:
+        _, shown, _ = parts_of(prompt)
+        kinds = {
+            "images": shown.images,
+            "videos": shown.videos,
+            "continued": isinstance(prompt, ContinuedPrompt),
+        }
+        needed |= {kind for kind, is_there in kinds.items() if is_there}
+    return needed
 
 
 def _routed(fleet: int, beginnings: Sequence[bytes]) -> Any:

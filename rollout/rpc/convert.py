@@ -7,6 +7,7 @@ integer over 64 bits, a string that is no Unicode) is an ``InvalidRequest`` on t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from typing import Any
@@ -20,7 +21,6 @@ from rollout.generation import (
     ChatOptions,
     Completion,
     ContinuedPrompt,
-    ImagePrompt,
     Labels,
     Logprobs,
     PackedScores,
@@ -28,6 +28,9 @@ from rollout.generation import (
     SamplingMask,
     SamplingParams,
     VersionSpan,
+    Video,
+    VisualPrompt,
+    Visuals,
     parts_of,
 )
 from rollout.generation.metrics import EngineStats, HistogramSnapshot
@@ -58,13 +61,14 @@ def params_from_proto(message: Any) -> SamplingParams:
 
 
 def prompt_to_proto(prompt: AnyPrompt, request_id: str) -> Any:
-    given, images, delivered = parts_of(prompt)
+    given, shown, delivered = parts_of(prompt)
     begun = map(_completion_to_proto, delivered)
+    videos = (pb.Video(frames=v.frames, times=v.times, rate=v.rate) for v in shown.videos)
+    rest = {"request_id": request_id, "images": shown.images, "videos": videos, "delivered": begun}
     try:
         if isinstance(given, str):
-            return pb.Prompt(text=given, request_id=request_id, images=images, delivered=begun)
-        ids = pb.TokenIds(ids=given)
-        return pb.Prompt(token_ids=ids, request_id=request_id, images=images, delivered=begun)
+            return pb.Prompt(text=given, **rest)
+        return pb.Prompt(token_ids=pb.TokenIds(ids=given), **rest)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"prompt of request {request_id}: {error}") from error
 
@@ -74,13 +78,22 @@ def prompt_from_proto(message: Any) -> AnyPrompt:
     if kind is None:
         raise InvalidRequest("a prompt needs `text` or `token_ids`")
     given = str(message.text) if kind == "text" else list(message.token_ids.ids)
-    prompt = ImagePrompt(given, tuple(message.images)) if message.images else given
+    videos = tuple(map(_video_from_proto, message.videos))
+    shown = Visuals(images=tuple(message.images), videos=videos)
+    prompt = VisualPrompt(given, shown) if shown else given
     if not message.delivered:
         return prompt
     if isinstance(prompt, str):
-        raise InvalidRequest("a prompt that is continued is one of token ids, or has images")
-    whole = prompt if isinstance(prompt, ImagePrompt) else tuple(prompt)
+        raise InvalidRequest("a prompt that is continued is one of token ids, or shows something")
+    whole = prompt if isinstance(prompt, VisualPrompt) else tuple(prompt)
     return ContinuedPrompt(whole, delivered_from_proto(message))
+
+
+def _video_from_proto(message: Any) -> Video:
+    times, rate = tuple(message.times), message.rate
+    if len(times) != len(message.frames) or not 0 < rate < math.inf:
+        raise InvalidRequest("a video needs a time for each frame, and a rate above 0")
+    return Video(frames=tuple(message.frames), times=times, rate=rate)
 
 
 def delivered_from_proto(message: Any) -> tuple[Completion, ...]:

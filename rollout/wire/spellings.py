@@ -279,7 +279,7 @@ ENGINE = Spellings(
         "hf_config_path": "use {model}, a directory whose config.json is read",
         "generation_config": "leave it out: a checkpoint's sampling defaults never apply silently",
         "distributed_executor_backend": "use {executor} inline, multiprocess or ray",
-        "limit_mm_per_prompt": "use {max_images}, for each prompt",
+        "limit_mm_per_prompt": "use {max_images} and {max_videos}, for each prompt",
         **dict.fromkeys(
             (
                 *("speculative_config", "speculative_algorithm", "speculative_num_draft_tokens"),

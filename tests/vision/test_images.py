@@ -18,7 +18,7 @@ from tiny_vision import END, PAD, START, check_greedy, check_logprobs, picture, 
 from transformers.image_utils import load_image
 
 from rollout import Rollout, SamplingParams
-from rollout.engine.images.placeholders import place
+from rollout.engine.visuals.placeholders import place
 from rollout.errors import InvalidRequest, PromptTooLong
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, logprobs=0)

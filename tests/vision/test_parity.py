@@ -67,7 +67,7 @@ def test_ranks_that_share_the_decoder_give_what_transformers_gives_of_images(tmp
 
     def work(tp):
         session = Session(loaded(config, tp, model.state_dict()), [ids])
-        features = session.model.encode_image(given["pixel_values"], tuple(grid[0].tolist()))
+        features = session.model.encode_visual(given["pixel_values"], tuple(grid[0].tolist()))
         seen = replace(
             session.batch([len(ids)]), positions=positions[:, 0],
             visual=VisualRows(rows, features),

@@ -27,17 +27,17 @@ from typing import Any, TypeVar
 
 from rollout.api.arguments import as_conversation, as_one_prompt
 from rollout.api.backend import Backend
-from rollout.api.image_inputs import fetched, has_images, portable, take_images
 from rollout.api.read_floor import ReadFloor
 from rollout.api.sessions.trajectory import SessionTokens, Trajectory
+from rollout.api.visual_inputs import has_visuals, portable, read_visuals, take_visuals
 from rollout.errors import EngineRestarted, InvalidRequest
 from rollout.generation import (
     AnyPrompt,
     ChatOptions,
-    ImagePrompt,
     PromptInput,
     RequestOutput,
     SamplingParams,
+    VisualPrompt,
 )
 from rollout.rpc.convert import Messages
 from rollout.wire.spellings import VERBS, explains_arguments
@@ -115,7 +115,7 @@ class AsyncSession:
     ) -> AsyncGenerator[RequestOutput]:
         """As ``chat``, with cumulative outputs; leaving the loop early undoes the turn."""
         new = _as_messages(messages, first=not self._turns)
-        if has_images(new):
+        if has_visuals(new):
             new = await asyncio.to_thread(portable, new)
         with self._one_turn():
             ids = await self._ids_of(new)
@@ -280,10 +280,9 @@ class AsyncSession:
         [one] = floor.under([one])
         ids = [*self.token_ids, *added]
         prompt: AnyPrompt = ids
-        _, images = take_images([*self._messages, *(messages or ())])
-        if images:
-            files = await asyncio.to_thread(lambda: [fetched(url, at) for at, url in images])
-            prompt = ImagePrompt(ids, tuple(files))
+        _, parts = take_visuals([*self._messages, *(messages or ())])
+        if parts:
+            prompt = VisualPrompt(ids, await asyncio.to_thread(read_visuals, parts))
         name = request_id or uuid.uuid4().hex
         outputs = self._backend.generate([prompt], [one], [name], stream=stream)
         async with aclosing(outputs):
@@ -308,7 +307,7 @@ class AsyncSession:
         reason = completion.finish_reason or ""
         turn = _Turn(len(self._messages), len(self._tokens.ids), ended, self._templated, reason)
         if self._turns:
-            # With a placeholder for each part of an image: as the engine saw it.
+            # With a placeholder for each part of what is seen, and times: as the engine saw it.
             self._tokens.append(output.prompt_token_ids[self.num_tokens :])
         else:
             self._prompt = list(output.prompt_token_ids)

@@ -14,8 +14,8 @@ from rollout.engine.adapters.table import AdapterTable
 from rollout.engine.loaded_model import LoadedModel
 from rollout.engine.requests.request_check import RequestCheck
 from rollout.engine.requests.request_state import Call, RequestState, Sample
-from rollout.engine.sequences.image_positions import ImagePositions
 from rollout.engine.sequences.sequence import Sequence as TokenSequence
+from rollout.engine.sequences.visual_positions import VisualPositions
 from rollout.engine.tokenizer import Detokenizer
 from rollout.errors import EngineOverloaded, InvalidRequest
 from rollout.generation import Request
@@ -131,7 +131,7 @@ class InputProcessor:
         many, and none has run yet.
         """
         params, prompt, target = request.params, request.prompt_token_ids, None
-        alone = params.max_tokens == 0 and not (params.hidden_state or request.images)
+        alone = params.max_tokens == 0 and not (params.hidden_state or request.visuals)
         if alone and len(prompt) > 1:
             target = prompt[-1]
             prompt = prompt[:-1]  # nothing is wanted of where its last token is
@@ -153,7 +153,9 @@ class InputProcessor:
             max_len=longest,
             stop_ids=stops,
             bad_words=request.bad_words or (),
-            image_positions=ImagePositions(len(prompt), request.images) if request.images else None,
+            visual_positions=VisualPositions(len(prompt), request.visuals)
+            if request.visuals
+            else None,
             adapter=None if params.adapter is None else self._adapters.resolve(params.adapter),
         )
         stepwise = (stream and params.stream_interval == 1) or bool(params.stop)

@@ -267,7 +267,7 @@ class OutputProcessor:
         if self._journal is None:
             return
         request, seeds = state.request, tuple(seq.seed for seq in state.sequences)
-        self._journal.add(Finished(snapshot, request.params, seeds, len(request.images)))
+        self._journal.add(Finished(snapshot, request.params, seeds, len(request.visuals)))
 
     def _book_hidden(self, batch: ScheduledBatch, hidden: Tensor) -> None:
         states, first = hidden.numpy(), 0

@@ -22,7 +22,7 @@ class RequestCheck:
         self._check_task(request)
         self._check_length(request)  # first, and without a look at the tokens
         self._check_tokens(request)
-        self._check_images(request)
+        self._check_visuals(request)
         self._check_drawable(request)
         self._check_alternatives(request)
         self._check_texts(request.params)
@@ -89,16 +89,15 @@ class RequestCheck:
                 f"may not end before min_tokens={params.min_tokens}: nothing could be drawn"
             )
 
-    def _check_images(self, request: Request) -> None:
-        image_token = self._model.image_token
-        if image_token is None:
-            return
-        places = request.prompt_token_ids.count(image_token)
-        if places != sum(placed.image.count for placed in request.images):
-            raise InvalidRequest(
-                f"request {request.request_id!r}: the prompt has placeholders of images (token "
-                f"{image_token}) without images: send them with it"
-            )
+    def _check_visuals(self, request: Request) -> None:
+        ids = request.prompt_token_ids
+        for what, token in self._model.placeholders.items():
+            shown = (each for each in request.visuals if ids[each.start] == token)
+            if ids.count(token) != sum(each.visual.count for each in shown):
+                raise InvalidRequest(
+                    f"request {request.request_id!r}: the prompt has placeholders of {what} (token "
+                    f"{token}) without {what}: send them with it"
+                )
 
     def _check_alternatives(self, request: Request) -> None:
         params, length = request.params, len(request.prompt_token_ids)

@@ -25,7 +25,7 @@ class ModelDrafter:
         self._most, self._longest, self._ahead = most, longest, int(is_head)
 
     def begin(self, seq: Sequence) -> None:
-        may = seq.draws and not seq.reads_tokens and seq.image_positions is None
+        may = seq.draws and not seq.reads_tokens and seq.visual_positions is None
         if seq.drafting is None and may:
             # One that is wrong says little of the next: a second one has to be.
             seq.drafting = DraftPace(most=self._most, length=self._most, first_wait=0)

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from rollout.engine.sequences.draft_pace import DraftPace
 from rollout.engine.sequences.expert_rows import ExpertRows
-from rollout.engine.sequences.image_positions import ImagePositions
 from rollout.engine.sequences.score_builder import ScoreBuilder
 from rollout.engine.sequences.seen_tokens import SeenTokens
 from rollout.engine.sequences.snapshot import Snapshot
 from rollout.engine.sequences.span_builder import SpanBuilder
 from rollout.engine.sequences.token_edits import TokenEdits
 from rollout.engine.sequences.trial import Trial
-from rollout.generation import PlacedImage, SamplingParams, VersionSpan
+from rollout.engine.sequences.visual_positions import VisualPositions
+from rollout.generation import PlacedVisual, SamplingParams, VersionSpan
 from rollout.generation.packed import experts_of
 from rollout.weights.adapters import AdapterVersion
 
@@ -39,8 +39,8 @@ class Sequence:
     num_computed`` lies in the blocks of ``block_table`` (which may cover more). ``max_len`` tokens
     are the most there may be; ``stop_ids`` end the sequence earlier, and are masked while fewer
     than ``params.min_tokens`` tokens are out; ``bad_words`` are ids that may not come in a row;
-    ``image_positions``: of a prompt with images; ``adapter``: what the request's name meant when it
-    came; ``pin``: the version that it is to finish on, where that is no longer live. ``seed`` is
+    ``visual_positions``: where it shows something; ``adapter``: what the request's name meant when
+    it came; ``pin``: the version that it is to finish on, where that is no longer live. ``seed`` is
     already this sample's own. The lists ``raw``, ``processed``, ``log_kept_mass`` (and ``top``
     unless None) have one entry per output token; ``scores``, where asked for, one per prompt
     position computed so far, from the first that is wanted on. ``target``: the token after the last
@@ -73,7 +73,7 @@ class Sequence:
     max_len: int = sys.maxsize
     stop_ids: frozenset[int] = frozenset()
     bad_words: ReadOnly[tuple[int, ...]] = ()
-    image_positions: ImagePositions | None = None
+    visual_positions: VisualPositions | None = None
     target: int | None = None
     adapter: AdapterVersion | None = None
     answered_by: str = ""  # ``name@version`` of the adapter that made its newest token
@@ -133,7 +133,7 @@ class Sequence:
         else:
             self.token_ids = list(prompt_token_ids)
         self.prompt_len = len(self.token_ids)
-        placed = self.image_positions
+        placed = self.visual_positions
         self._prompt_cache_ids = [] if placed is None else placed.cache_ids(prompt_token_ids)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.penalised = penalties != (1, 0, 0)
@@ -192,8 +192,8 @@ class Sequence:
         return "" if self.adapter is None else str(self.adapter)
 
     @property
-    def images(self) -> ReadOnly[PlacedImage]:
-        return () if self.image_positions is None else self.image_positions.images
+    def visuals(self) -> ReadOnly[PlacedVisual]:
+        return () if self.visual_positions is None else self.visual_positions.visuals
 
     def cache_ids(self, start: int = 0, stop: int | None = None) -> tuple[int, ...]:
         """The tokens of these positions as the prefix cache tells them apart."""

@@ -170,11 +170,11 @@ def _turning(entries: list[ScheduledEntry], places: Ints, query_starts: Ints) ->
     [tokens] where the three positions of each are one, as in steps that only decode; else [3,
     tokens].
     """
-    if not any(entry.sequence.image_positions for entry in entries):
+    if not any(entry.sequence.visual_positions for entry in entries):
         return places
     wide = np.tile(places, (3, 1))
     for entry, start, stop in zip(entries, query_starts[:-1], query_starts[1:], strict=True):
-        if (images := entry.sequence.image_positions) is not None and stop > start:
+        if (images := entry.sequence.visual_positions) is not None and stop > start:
             first = int(places[start])
             wide[:, start:stop] = images.of(first, first + int(stop - start))
     return wide[0] if (wide == wide[0]).all() else wide

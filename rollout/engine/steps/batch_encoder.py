@@ -162,4 +162,4 @@ class _Kept:
 def _is_steady(sequence: Sequence, coming: int) -> bool:
     """Whether its settings stay the same with every token, and so does how it is placed."""
     early = sequence.params.min_tokens > sequence.output_len + coming
-    return not (early or sequence.reads_tokens or sequence.image_positions is not None)
+    return not (early or sequence.reads_tokens or sequence.visual_positions is not None)

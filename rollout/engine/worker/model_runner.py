@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
-from rollout.engine.images.encoder_cache import EncodedImages
 from rollout.engine.memory import available_bytes, release_unused, to_device, total_bytes
 from rollout.engine.memory_plan import served_length
 from rollout.engine.resolved_model import ResolvedModel
@@ -23,6 +22,7 @@ from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.steps.batch import decode_batch, with_drawn
 from rollout.engine.steps.draft_batch import DraftBatch
+from rollout.engine.visuals.encoder_cache import EncodedVisuals
 from rollout.engine.worker.draft_runner import DraftParts, DraftRunner
 from rollout.engine.worker.graphs.graph_sets import GraphSets, Part
 from rollout.engine.worker.head_runner import HeadRunner
@@ -126,7 +126,7 @@ class ModelRunner:
         self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
         pages = None if self._draft is None else self._draft.kv
         self.kv = KVCache(shape, self.device, self.states, pages)
-        self._images = EncodedImages()
+        self._visuals = EncodedVisuals()
         self._drawn: dict[int, Tensor] = {}  # by the last step, under its number
         self.load_seconds = time.perf_counter() - started
 
@@ -179,9 +179,9 @@ class ModelRunner:
             if "previous_rows" in tensors:
                 drawn = None if drawn is None else self._of_rank_0(drawn)
                 batch = with_drawn(batch, tensors, drawn)
-            if "images" in args:
+            if "visuals" in args:
                 pixels = tensors.get("pixels")
-                batch = replace(batch, visual=self._visual(model, args["images"], pixels))
+                batch = replace(batch, visual=self._visual(model, args["visuals"], pixels))
             self.states.copy(tensors.get("state_restores"))
             drafted: dict[str, Tensor] = {}
             if (drafts := DraftBatch.from_tensors(tensors)) is not None:
@@ -308,7 +308,7 @@ class ModelRunner:
         assert isinstance(policy, VisionCausalLM)
         if pixels is not None:
             pixels = to_device(pixels, self.device)
-        return VisualRows(*self._images.follow(plan, policy.encode_image, pixels))
+        return VisualRows(*self._visuals.follow(plan, policy.encode_visual, pixels))
 
     def _of_rank_0(self, drawn: Tensor) -> Tensor:
         """Tokens that only rank 0 has drawn; the others have as many of any. Collective."""
@@ -347,7 +347,7 @@ class ModelRunner:
         for graphs in self._all_graphs:
             graphs.forget_all()
         self.kv.free()
-        self._images.clear()
+        self._visuals.clear()
         self.instances.drop_shadow()
         self.sampler = make_sampler(self.device, self.config.deterministic)
         if level == 2:

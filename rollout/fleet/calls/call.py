@@ -13,11 +13,11 @@ from rollout.generation import (
     ChatOptions,
     Completion,
     ContinuedPrompt,
-    ImagePrompt,
     Logprobs,
     PromptInput,
     RequestOutput,
     SamplingParams,
+    VisualPrompt,
     parts_of,
 )
 from rollout.generation.sampling_params import MAX_INT
@@ -161,8 +161,8 @@ class FleetCall:
         given: AnyPrompt = self.prompts[row]
         if last is None:
             return given
-        text, images, _ = parts_of(given)
-        whole = ImagePrompt(text, images) if images else tuple(last.prompt_token_ids)
+        text, visuals, _ = parts_of(given)
+        whole = VisualPrompt(text, visuals) if visuals else tuple(last.prompt_token_ids)
         return ContinuedPrompt(whole, tuple(last.outputs))
 
     def _delivered(self, row: int) -> tuple[Completion, ...]:
@@ -192,7 +192,7 @@ class FleetCall:
         return () if self.given is None else self.given[row]
 
     def _is_plain(self, row: int) -> bool:
-        """Whether its token ids say all of a conversation: it shows no images."""
+        """Whether its token ids say all of a conversation: it shows nothing beside them."""
         contents = (message.get("content") for message in self.prompts[row])
         return all(isinstance(content, str | None) for content in contents)
 

@@ -13,7 +13,7 @@ _MIXED_3 = replace(_TEXT_3, head_dim_given=False, moe=MoEArch(norm_topk_prob=Tru
 Qwen2_5_VLForConditionalGeneration = replace(
     _TEXT_25,
     texts={"qwen2_5_vl_text": _TEXT_25},
-    vision=VisionArch(kind="qwen2_5_vl"),
+    vision=VisionArch(kind="qwen2_5_vl", pace="tokens_per_second"),
 )
 Qwen3VLForConditionalGeneration = replace(
     _TEXT_3,

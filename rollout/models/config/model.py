@@ -294,9 +294,10 @@ class ModelConfig:
 
     @property
     def text_ids(self) -> Sequence[int]:
-        """The ids that a prompt without images may have."""
-        ids = range(self.vocab_size)
-        return ids if self.vision is None else [i for i in ids if i != self.vision.image_token]
+        """The ids that a prompt that shows nothing may have."""
+        ids, vision = range(self.vocab_size), self.vision
+        taken = () if vision is None else (vision.image_token, vision.video_token)
+        return [i for i in ids if i not in taken] if taken else ids
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a multimodal checkpoint's ``config.json`` says about its images."""
+"""What a multimodal checkpoint's ``config.json`` says about its images and videos."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ class VisionConfig:
     """``tower``: the plain config of transformers' module, ``hidden_size`` wide where it ends.
 
     ``image_token``: the id that stands for a part of an image in a prompt; a part is ``merge`` by
-    ``merge`` patches of ``patch_values`` values each. ``levels``: how many of the tower's blocks
-    give features of their own.
+    ``merge`` patches of ``patch_values`` values each, of ``frames`` frames. ``levels``: how many of
+    the tower's blocks give features of their own. ``video_token``: as ``image_token``, of a video;
+    None: the model is shown none. ``frame_ends``: the ids around the frames of one time, where a
+    video lies in the prompt time by time; else it lies there whole, and positions rise by
+    ``second`` in a second.
     """
 
     tower: Mapping[str, Any]
     hidden_size: int
     image_token: int
+    video_token: int | None
+    frame_ends: tuple[int, int] | None
+    second: float
+    frames: int
     merge: int
     patch_values: int
     levels: int
@@ -55,11 +62,25 @@ def read_vision(values: Mapping[str, Any], arch: VisionArch, read: Reader) -> Vi
         raise ConfigError(
             f"{inner.file}.{arch.levels} has {levels} levels, the text model has fewer blocks"
         )
+    placed = _video_ids(whole, read.count("vocab_size"))
     return VisionConfig(
         tower=tower,
         hidden_size=hidden,
         image_token=token,
+        video_token=placed and placed[0],
+        frame_ends=(placed[1], placed[2]) if placed and arch.pace is None else None,
+        second=float(tower[arch.pace]) if arch.pace else 0.0,
+        frames=frames,
         merge=inner.count("spatial_merge_size"),
         patch_values=inner.count("in_channels") * frames * size * size,
         levels=levels,
     )
+
+
+def _video_ids(whole: Mapping[str, Any], vocab_size: int) -> tuple[int, int, int] | None:
+    """Of a part of a video, and before and after one; None where the vocabulary has not all."""
+    names = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+    found = [token for name in names if type(token := whole.get(name)) is int]
+    if len(found) < 3 or not all(0 <= token < vocab_size for token in found):
+        return None
+    return found[0], found[1], found[2]

@@ -20,16 +20,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rollout.api import AsyncRollout
 from rollout.api.backend import Outputs
 from rollout.api.generation_verbs import in_order
-from rollout.api.image_inputs import image_file
+from rollout.api.image_files import image_file
 from rollout.api.prompts import PreparedChat
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.errors import InvalidRequest, RolloutError
 from rollout.generation import (
     AnyPrompt,
     Completion,
-    ImagePrompt,
     RequestOutput,
     SamplingParams,
+    VisualPrompt,
+    Visuals,
 )
 from rollout.server.auth import Access
 from rollout.server.http.errors import error_body
@@ -92,14 +93,18 @@ class ImageFeatures(BaseModel):
 
     @classmethod
     def of(cls, chat: PreparedChat) -> ImageFeatures | None:
-        if not chat.images:
+        if chat.shows.videos:
+            raise InvalidRequest(
+                "videos are not handed out: POST /v1/chat/completions takes them itself"
+            )
+        if not chat.placed:
             return None
         return cls(
-            kwargs_data={"image": [base64.b64encode(file).decode() for file in chat.files]},
+            kwargs_data={"image": [base64.b64encode(file).decode() for file in chat.shows.images]},
             mm_placeholders={
-                "image": [{"offset": p.start, "length": p.image.count} for p in chat.images]
+                "image": [{"offset": p.start, "length": p.visual.count} for p in chat.placed]
             },
-            mm_hashes={"image": [placed.image.digest.hex() for placed in chat.images]},
+            mm_hashes={"image": [placed.visual.digest.hex() for placed in chat.placed]},
         )
 
 
@@ -137,10 +142,8 @@ class GenerateBody(BaseModel):
         files = self.features.kwargs_data.get("image", [])
         if len(files) != len(self.features.mm_placeholders.get("image", [])):
             raise InvalidRequest("features: mm_placeholders and kwargs_data differ in number")
-        return ImagePrompt(
-            self.token_ids,
-            tuple(image_file(f"data:;base64,{f}", f"image {n}") for n, f in enumerate(files)),
-        )
+        images = (image_file(f"data:;base64,{f}", f"image {n}") for n, f in enumerate(files))
+        return VisualPrompt(self.token_ids, Visuals(images=tuple(images)))
 
     def params(self) -> SamplingParams:
         """vLLM's names are ours; without ``max_tokens`` up to the model's length."""

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.api.image_inputs import IMAGE_KINDS, part_url
+from rollout.api.video_inputs import TIMES
+from rollout.api.visual_inputs import IMAGE_KINDS, VIDEO_KINDS, part_url
 from rollout.errors import InvalidRequest
 
 
@@ -14,9 +15,9 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     """The messages as a template reads them; raises ``InvalidRequest`` naming the one at fault.
 
     Content is one text: parts of type "text" are joined, null is "" where an assistant called
-    tools or only thought; where a part is an image, the list of them. Arguments of tool calls
-    become objects. Fields that are null are left out, as clients send those of an answer that had
-    none.
+    tools or only thought; where a part is an image or a video, the list of them. Arguments of tool
+    calls become objects. Fields that are null are left out, as clients send those of an answer that
+    had none.
     """
     return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
 
@@ -60,11 +61,14 @@ def _part(where: str, part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping) and kind in IMAGE_KINDS:
         return {"type": "image_url", "image_url": {"url": part_url(where, part)}}
+    if isinstance(part, Mapping) and kind in VIDEO_KINDS:
+        said = {name: part[name] for name in TIMES if part.get(name) is not None}
+        return {"type": "video_url", "video_url": {"url": part_url(where, part)}, **said}
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
         raise InvalidRequest(
-            f'{where} is a part of type {kind!r}; only {{"type": "text", "text": ...}} and '
-            '{"type": "image_url", ...} are supported'
+            f'{where} is a part of type {kind!r}; only {{"type": "text", "text": ...}}, '
+            '{"type": "image_url", ...} and {"type": "video_url", ...} are supported'
         )
     return {"type": "text", "text": text}
 

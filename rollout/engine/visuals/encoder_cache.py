@@ -1,8 +1,8 @@
-"""What the tower made of images, kept on the ranks: who decides what is made, kept and dropped.
+"""What the tower made, kept on the ranks: who decides what is made, kept and dropped.
 
-Entries have the content of an image as their key and hold for one version of the weights: they all
-go when it changes, and whenever the prefix cache is reset. The ranks do as each step's plan says,
-so that bookkeeping here and tensors there agree without a reply.
+Entries have the content of an image or of frames as their key and hold for one version of the
+weights: they all go when it changes, and whenever the prefix cache is reset. The ranks do as each
+step's plan says, so that bookkeeping here and tensors there agree without a reply.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rollout.engine.sequences.sequence import ScheduledBatch
-from rollout.generation import PlacedImage
+from rollout.generation import PlacedVisual
 
 
 @dataclass(slots=True)
 class EncoderFigures:
-    """``queries``: images that steps needed; ``hits``: those that were kept already."""
+    """``queries``: visuals that steps needed; ``hits``: those that were kept already."""
 
     queries: int = 0
     hits: int = 0
@@ -56,24 +56,24 @@ class EncoderCache:
         self._forget = True
 
     def plan(self, batch: ScheduledBatch, chain: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Arguments and tensors of a step that computes tokens of images; empty for another.
+        """Arguments and tensors of a step that computes tokens of visuals; empty for another.
 
         ``chain`` is another number whenever nothing kept before may be used. ``encode``: (key,
-        grid) of each image whose patches follow each other in ``pixels``; ``use``: (key, first
+        grid) of each visual whose patches follow each other in ``pixels``; ``use``: (key, first
         part, past the last, row of the step) in the order of the rows; ``drop``: keys, afterwards.
         """
         if chain != self._chain:
             self._chain = chain
             self.forget()
-        needed: dict[str, PlacedImage] = {}
+        needed: dict[str, PlacedVisual] = {}
         use: list[tuple[str, int, int, int]] = []
         row = 0
         for entry in batch.entries:
-            for placed in entry.sequence.images:
+            for placed in entry.sequence.visuals:
                 first, last = max(entry.start, placed.start), min(entry.stop, placed.stop)
                 if first >= last:
                     continue
-                key = placed.image.digest.hex()
+                key = placed.visual.digest.hex()
                 needed[key] = placed
                 at = row + first - entry.start
                 use.append((key, first - placed.start, last - placed.start, at))
@@ -84,18 +84,18 @@ class EncoderCache:
         self.figures.queries += len(needed)
         self.figures.hits += len(needed) - len(missing)
         for key, placed in needed.items():
-            self._held[key] = placed.image.count * self._part_bytes
+            self._held[key] = placed.visual.count * self._part_bytes
             self._held.move_to_end(key)
-        images = [needed[key].image for key in missing]
+        missed = [needed[key].visual for key in missing]
         plan = {
             "forget": self._forget,
-            "encode": [(key, *needed[key].image.grid) for key in missing],
+            "encode": [(key, *needed[key].visual.grid) for key in missing],
             "use": use,
             "drop": self._dropped(),
         }
         self._forget = False
-        return {"images": plan}, (
-            {"pixels": torch.cat([image.pixels for image in images])} if images else {}
+        return {"visuals": plan}, (
+            {"pixels": torch.cat([visual.pixels for visual in missed])} if missed else {}
         )
 
     def _dropped(self) -> list[str]:
@@ -108,7 +108,7 @@ class EncoderCache:
         return dropped
 
 
-class EncodedImages:
+class EncodedVisuals:
     """A rank's end: the tensors, by the plans of an ``EncoderCache``."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class EncodedImages:
     ) -> tuple[Tensor, Tensor]:
         """Rows of the step [parts], and their features [parts, 1 + levels, hidden].
 
-        ``encode(pixels, grid)`` makes the features of one image. One image at a time: they do not
+        ``encode(pixels, grid)`` makes the features of one visual. One at a time: they do not
         depend on which others a step needs.
         """
         if plan["forget"]:

@@ -1,40 +1,38 @@
-"""Images as callers give them: beside a prompt, and within messages.
+"""Images and videos as callers give them: beside a prompt, and within messages.
 
-A prompt with images is vLLM's mapping, ``{"prompt": ..., "multi_modal_data": {"image": ...}}`` (or
-``prompt_token_ids``). An image is a file's bytes, a ``pathlib.Path``, an image of Pillow, or a
-``data:`` URI. A plain string is never a path: messages may come from anywhere.
+A prompt that shows something is vLLM's mapping, ``{"prompt": ..., "multi_modal_data": {"image":
+..., "video": ...}}`` (or ``prompt_token_ids``). An image is a file's bytes, a ``pathlib.Path``, an
+image of Pillow, or a ``data:`` URI. A plain string is never a path: messages may come from
+anywhere. Videos: ``video_inputs``.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import http.client
-import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from io import BytesIO
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from rollout.api.image_files import data_uri_bytes, image_file
+from rollout.api.video_inputs import as_video, is_frame, video_part
 from rollout.errors import InvalidRequest
-from rollout.generation import ImagePrompt
+from rollout.generation import Video, VisualPrompt, Visuals
 
 IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")  # types of parts that are images
+VIDEO_KINDS = ("video_url", "video")
 # Those of files that no model here is given; what else there is may be a template's own.
-_UNSERVED_KINDS = (
-    *("video", "video_url", "input_video", "audio", "audio_url", "input_audio"),
-    *("file", "input_file"),
-)
+_UNSERVED_KINDS = ("input_video", "audio", "audio_url", "input_audio", "file", "input_file")
 FETCH_TIMEOUT = 10.0  # seconds for all of a remote file
 MAX_FETCHED = 32 << 20  # bytes of one
 REMOTE = ("http://", "https://")
 _FIELDS = frozenset(("prompt", "prompt_token_ids", "multi_modal_data"))
 
 
-def image_prompt(given: Mapping[str, Any], where: str) -> ImagePrompt:
+def visual_prompt(given: Mapping[str, Any], where: str) -> VisualPrompt:
     """Of vLLM's mapping; raises ``InvalidRequest`` naming what it cannot have."""
     if "role" in given:
         raise InvalidRequest(f"{where} is a message of a chat: use chat(messages)")
@@ -46,15 +44,29 @@ def image_prompt(given: Mapping[str, Any], where: str) -> ImagePrompt:
     if prompt is None or ("prompt" in given and "prompt_token_ids" in given):
         raise InvalidRequest(f"{where} needs either prompt or prompt_token_ids")
     data = given.get("multi_modal_data") or {}
-    if not isinstance(data, Mapping) or set(data) - {"image"}:
-        raise InvalidRequest(f'{where}: multi_modal_data must be {{"image": ...}}; images alone')
-    images = data.get("image")
+    if not isinstance(data, Mapping) or set(data) - {"image", "video"}:
+        raise InvalidRequest(
+            f'{where}: multi_modal_data must be {{"image": ..., "video": ...}}, or one of them'
+        )
+    images, videos = data.get("image"), data.get("video")
     images = [] if images is None else images
     each = list(images) if isinstance(images, list | tuple) else [images]
-    return ImagePrompt(
-        prompt,
-        tuple(image_file(image, f"{where}: image {n}") for n, image in enumerate(each)),
+    shown = Visuals(
+        images=tuple(image_file(image, f"{where}: image {n}") for n, image in enumerate(each)),
+        videos=tuple(
+            as_video(video, f"{where}: video {n}") for n, video in enumerate(_videos(videos))
+        ),
     )
+    return VisualPrompt(prompt, shown)
+
+
+def _videos(given: Any) -> list[Any]:
+    """The videos of a prompt: a list of them, or one, which may be a list of frames itself."""
+    if given is None:
+        return []
+    if isinstance(given, list) and not (given and is_frame(given[0])):
+        return given
+    return [given]
 
 
 def with_images(prompts: Any, images: Sequence[Any]) -> list[Mapping[str, Any]]:
@@ -80,50 +92,18 @@ def with_images(prompts: Any, images: Sequence[Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def has_images(messages: Any) -> bool:
-    """Whether any part of any message is an image."""
+def has_visuals(messages: Any) -> bool:
+    """Whether any part of any message is an image or a video."""
     if not isinstance(messages, Sequence):
         return False
     contents = (m.get("content") for m in messages if isinstance(m, Mapping))
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
-    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS for part in parts)
-
-
-def image_file(image: Any, where: str) -> bytes:
-    """The whole file of an image; one of Pillow becomes PNG. Raises ``InvalidRequest``."""
-    if isinstance(image, bytes | bytearray | memoryview):
-        return bytes(image)
-    if isinstance(image, str) and image.startswith("data:"):
-        return data_uri_bytes(image, where)
-    if isinstance(image, os.PathLike):
-        try:
-            return Path(image).read_bytes()
-        except OSError as error:
-            raise InvalidRequest(f"{where} cannot be read: {error}") from error
-    if hasattr(image, "save") and hasattr(image, "convert"):  # Pillow's, which need not be there
-        out = BytesIO()
-        whole = image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB")
-        whole.save(out, format="PNG", compress_level=1)
-        return out.getvalue()
-    raise InvalidRequest(
-        f"{where} is a {type(image).__name__}; give an image of Pillow, a pathlib.Path, a file's "
-        "bytes or a data: URI"
-    )
-
-
-def data_uri_bytes(uri: str, where: str) -> bytes:
-    """What a base64 ``data:`` URI holds; raises ``InvalidRequest``."""
-    head, comma, body = uri.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise InvalidRequest(f"{where} must read data:image/TYPE;base64,DATA")
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{where} holds no base64: {error}") from None
+    kinds = (*IMAGE_KINDS, *VIDEO_KINDS)
+    return any(isinstance(part, Mapping) and part.get("type") in kinds for part in parts)
 
 
 def portable(messages: Any) -> Any:
-    """Messages whose images are ``data:`` URIs, so that they are JSON; others as they are."""
+    """Messages that show ``data:`` URIs alone, so that they are JSON; others as they are."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         return messages
     return [
@@ -137,6 +117,8 @@ def portable(messages: Any) -> Any:
 
 def _portable(where: str, part: Any) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "video":
+        return video_part(part, where)
     if kind not in ("image", "image_pil"):
         return part
     image = part.get(kind)
@@ -148,24 +130,47 @@ def _portable(where: str, part: Any) -> Any:
 
 
 def part_url(where: str, part: Mapping[str, Any]) -> str:
-    """Where the image of a part of a message is; raises ``InvalidRequest`` naming the part."""
-    given = part.get("image_url", part.get("image"))
+    """Where the image or the video of a part of a message is; raises ``InvalidRequest`` naming the
+    part.
+    """
+    is_video = part.get("type") in VIDEO_KINDS
+    name = "video_url" if is_video else "image_url"
+    given = part.get(name, part.get(name.removesuffix("_url")))
     url = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(url, str) or not url.startswith(("data:", *REMOTE)):
+    if not isinstance(url, str) or not url.startswith("data:" if is_video else ("data:", *REMOTE)):
         raise InvalidRequest(
-            f"{where} of type {part.get('type')!r} needs an image_url whose url is a data: URI, "
-            "data:image/png;base64,..."
+            f"{where} of type {part.get('type')!r} needs {'a' if is_video else 'an'} {name} whose "
+            "url is a data: URI, "
+            + (
+                "data:video/jpeg;base64,FRAME,FRAME,..."
+                if is_video
+                else "data:image/png;base64,..."
+            )
         )
     return url
 
 
-def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages as a template takes them, and (where, URL) of their images, in their order.
+@dataclass(frozen=True, slots=True)
+class ShownPart:
+    """A part of a message that is an image or a video."""
 
-    Content of texts alone becomes one text: a template of a model that sees no images would write
+    where: str
+    part: Mapping[str, Any]
+
+    @property
+    def is_video(self) -> bool:
+        return self.part.get("type") in VIDEO_KINDS
+
+
+def take_visuals(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], list[ShownPart]]:
+    """Messages as a template takes them, and their images and videos, in their order.
+
+    Content of texts alone becomes one text: a template of a model that sees nothing would write
     the list itself. Raises ``InvalidRequest`` naming a part that would be left out.
     """
-    found: list[tuple[str, str]] = []
+    found: list[ShownPart] = []
     out = []
     for m, message in enumerate(messages):
         content = message.get("content")
@@ -173,9 +178,11 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
             parts = []
             for p, part in enumerate(content):
                 where = f"messages[{m}].content[{p}]"
-                if isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS:
-                    found.append((where, part_url(where, part)))
-                    part = {"type": "image"}
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind in (*IMAGE_KINDS, *VIDEO_KINDS):
+                    part_url(where, part)
+                    found.append(ShownPart(where, part))
+                    part = {"type": "video" if found[-1].is_video else "image"}
                 _check_part(where, part)
                 parts.append(part)
             texts = all(part.get("type") == "text" for part in parts)
@@ -185,6 +192,19 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
             }
         out.append(dict(message))
     return out, found
+
+
+def read_visuals(shown: Sequence[ShownPart], remote: bool = False) -> Visuals:
+    """The files of parts; blocks. Raises ``InvalidRequest`` naming the part."""
+    images: list[bytes] = []
+    videos: list[Video] = []
+    for one in shown:
+        url = part_url(one.where, one.part)
+        if one.is_video:
+            videos.append(as_video((url, one.part), one.where))
+        else:
+            images.append(fetched(url, one.where, remote))
+    return Visuals(images=tuple(images), videos=tuple(videos))
 
 
 def _check_part(where: str, part: Any) -> None:

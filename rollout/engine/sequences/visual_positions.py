@@ -1,4 +1,4 @@
-"""Where images lie within a prompt: for rotary positions, and for the prefix cache's hashes."""
+"""Where images and videos lie in a prompt: for rotary positions, and the prefix cache's hashes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,34 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout.generation import PlacedImage
+from rollout.generation import PlacedVisual
 
 _WORD = 7  # bytes of a digest that one placeholder stands for
 
 
-class ImagePositions:
-    """The images of one prompt of ``length`` tokens.
+class VisualPositions:
+    """The images and videos of one prompt of ``length`` tokens, in the order of their places.
 
     Positions as Qwen-VL has them (mrope): a text's token has its place as time, row and column;
     parts of an image share the time of its beginning and have rows and columns from there; after
-    it all three go on behind the largest.
+    it all three go on behind the largest row or column. Of a video that lies there whole the times
+    rise by its pace, and are cut to integers.
     """
 
-    def __init__(self, length: int, images: Sequence[PlacedImage]) -> None:
-        self.images = tuple(images)
+    def __init__(self, length: int, visuals: Sequence[PlacedVisual]) -> None:
+        self.visuals = tuple(visuals)
         self._length, self._cache_ids = length, list[int]()
         self._table = np.empty((3, length), np.int64)
         place = at = 0
-        for image in images:
-            self._text(at, image.start, place)
-            place += image.start - at
-            cells = np.indices(image.image.cells).reshape(3, -1)
-            self._table[:, image.start : image.stop] = cells + place
-            place += max(image.image.cells[1:])
-            at = image.stop
+        for placed in visuals:
+            self._text(at, placed.start, place)
+            place += placed.start - at
+            cells = np.indices(placed.visual.cells).reshape(3, -1)
+            # In float32, as transformers multiplies: 3 x 0.7 must be cut as there.
+            cells[0] = cells[0].astype(np.float32) * np.float32(placed.pace)
+            self._table[:, placed.start : placed.stop] = cells + place
+            place += max(placed.visual.cells[1:])
+            at = placed.stop
         self._text(at, length, place)
         self._behind = place + length - at - length  # what to add to an index after the prompt
 
@@ -44,14 +47,14 @@ class ImagePositions:
     def cache_ids(self, token_ids: Sequence[int]) -> list[int]:
         """The prompt's ids, ``token_ids``, as the prefix cache compares them; made once.
 
-        A placeholder is a part of its image's digest instead (negative, as no id is): equal ids of
-        different images never match, and four of them hold all of a digest but four bytes.
+        A placeholder is a part of its visual's digest instead (negative, as no id is): equal ids of
+        different ones never match, and four of them hold all of a digest but four bytes.
         """
         if self._cache_ids:
             return self._cache_ids
         ids = self._cache_ids = list(token_ids)
-        for placed in self.images:
-            digest, count = placed.image.digest, placed.image.count
+        for placed in self.visuals:
+            digest, count = placed.digest, placed.visual.count
             words = [
                 -1 - int.from_bytes(digest[at : at + _WORD], "little")
                 for at in range(0, 4 * _WORD, _WORD)
