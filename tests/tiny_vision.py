@@ -186,7 +186,8 @@ def reference(
         if model.config.model_type == "qwen2_5_vl":
             kwargs["second_per_grid_ts"] = torch.tensor([2 / fps for _, fps in videos])
     if kwargs:
-        kwargs["mm_token_type_ids"] = (given == PAD).int() + 2 * (given == VIDEO).int()
+        kinds = {1: PAD, 2: VIDEO} if videos else {1: PAD}  # a model may draw the other's id
+        kwargs["mm_token_type_ids"] = sum(n * (given == token).int() for n, token in kinds.items())
     model.model.rope_deltas = None
     with torch.no_grad():
         logits = model(input_ids=given, use_cache=False, **kwargs).logits[0]
