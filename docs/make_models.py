@@ -36,8 +36,8 @@ whether it is served natively, by transformers, or not, and why.
 
 Each is a declaration in `rollout/models/architectures/`, tested against transformers' own model.
 "One call": on a CPU all blocks of a bfloat16 model run in one native call where its layers are
-alike; the others run op by op, in the same kernels. Qwen3-VL, Qwen3.5 and
-Qwen2.5-VL see [images](vision.md). Where a name ends in `ForCausalLM` the same decoder is served as
+alike; the others run op by op, in the same kernels. Qwen3-VL, Qwen3.5 and Qwen2.5-VL see
+[images and videos](vision.md). Where a name ends in `ForCausalLM` the same decoder is served as
 `ForSequenceClassification`, too ([reward models](scoring.md#classifiers-and-reward-models)). "On
 policy": a trainer may run the engine's ops, and has its logprobs [bit for bit](on_policy.md).
 
@@ -285,7 +285,7 @@ def kinds(swept: str) -> Iterable[str]:
 
 def _kind(arch: Arch) -> str:
     if arch.vision is not None:
-        return "with images"
+        return "with images and videos"
     if arch.delta is not None or arch.mamba is not None:
         return "hybrid: recurrent states beside attention"
     if arch.latent is not None:

@@ -59,7 +59,7 @@ class _Begun:
 
     batch: ScheduledBatch
     futures: list[Future[Reply]]
-    patches: int = 0  # of images that it encodes
+    patches: int = 0  # of what it encodes
 
 
 class StepLoop:

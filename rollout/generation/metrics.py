@@ -65,7 +65,7 @@ class EngineStats:
     one it is the front of, or a member under whose lease; 0: none's, or of one that does not say.
     ``serving_lease``: of a member, for how many seconds more it may serve; None: it is none.
     ``weight_update_errors``: "UPDATE_ID: REASON" of the last
-    updates that failed, 8 at most, oldest first. ``encoder_cache_...``: images that steps needed,
+    updates that failed, 8 at most, oldest first. ``encoder_cache_...``: visuals that steps needed,
     those whose features were there already, and what is kept on each rank. ``staleness``: of
     samples that ended, how many versions their oldest token was behind; ``stale_..._total``: how
     often one went beyond its ``max_staleness`` at a commit, by what became of it.

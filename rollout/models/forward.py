@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class VisualRows:
-    """The tokens of a step that stand for parts of images, and what the tower made of those."""
+    """The tokens of a step that stand for what is seen, and what the tower made of that."""
 
     rows: Tensor  # [parts] int64, of the step's tokens
     features: Tensor  # [parts, 1 + levels, hidden]: embeddings, what is added behind early blocks
@@ -69,7 +69,7 @@ class ForwardBatch:
     """
 
     input_ids: Tensor  # [tokens] int64
-    positions: Tensor  # [tokens] int64; [3, tokens] (time, row, column) where there are images
+    positions: Tensor  # [tokens] int64; [3, tokens] (time, row, column) where something is seen
     slot_mapping: Tensor  # [tokens] int64, or [groups, tokens]
     query_starts: Tensor  # [sequences + 1] int32
     context_lens: Tensor  # [sequences] int32

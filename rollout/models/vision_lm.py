@@ -1,4 +1,4 @@
-"""A decoder that sees images: ``CausalLM`` with the tower that encodes them."""
+"""A decoder that sees images and videos: ``CausalLM`` with the tower that encodes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout.models.layers.base import Build
 
 
 class VisionCausalLM(CausalLM):
-    """Features of images come into a forward pass as ``ForwardBatch.visual``; ``visual`` makes
+    """What is seen comes into a forward pass as ``ForwardBatch.visual``: features. ``visual`` makes
     them, in a call of its own, so that they can be kept.
     """
 
@@ -22,6 +22,6 @@ class VisionCausalLM(CausalLM):
 
     @torch.no_grad()
     def encode_visual(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """[parts, 1 + levels, hidden] of one image; see ``VisionTower``. No rank waits in it."""
+        """[parts, 1 + levels, hidden] of one visual; see ``VisionTower``. No rank waits in it."""
         features: Tensor = self.visual(pixels.to(self.build.dtype), grid)
         return features

@@ -28,7 +28,12 @@ GAUGES = (
     ("pinned_requests", "pinned_requests", None, "Requests that finish on an older version"),
     ("pinned_version", "pinned_version", None, "The version they finish on, -1 for none"),
     ("nonfinite_tensors", "nonfinite_tensors", None, "Tensors of the checkpoint with NaN or inf"),
-    ("encoder_cache_bytes", "encoder_cache_bytes", None, "Features of images kept on each rank"),
+    (
+        "encoder_cache_bytes",
+        "encoder_cache_bytes",
+        None,
+        "Features of what is seen kept on each rank",
+    ),
     ("last_stall_seconds", "last_stall_seconds", None, "Generation pause of the last commit"),
 )
 # field of EngineStats, which is our name, too; vLLM's name or None, help
@@ -42,8 +47,12 @@ COUNTERS = (
     ("spec_drafts_total", "spec_decode_num_drafts", "Drafts of tokens that steps verified"),
     ("spec_draft_tokens_total", "spec_decode_num_draft_tokens", "Tokens of those drafts"),
     ("spec_accepted_tokens_total", "spec_decode_num_accepted_tokens", "Tokens that were right"),
-    ("encoder_cache_queries_total", None, "Images that engine steps needed"),
-    ("encoder_cache_hits_total", None, "Images whose features were kept from an earlier step"),
+    (
+        "encoder_cache_queries_total",
+        None,
+        "Images, and times or wholes of videos, that steps needed",
+    ),
+    ("encoder_cache_hits_total", None, "Those whose features were kept from an earlier step"),
     ("state_snapshot_hits_total", None, "Sequences that went on from a snapshot of states"),
     ("state_snapshot_saves_total", None, "Snapshots of states made"),
     ("state_snapshot_evictions_total", None, "Snapshots of states that made room for others"),

@@ -589,8 +589,20 @@ WRONG = [
     (lambda r: r.chat([{}]), 'message 0 must be a {"role"'),
     (lambda r: r.chat([{"role": "user", "content": 3}]), "content of message 0 must be a text"),
     (
+        lambda r: r.chat(in_part({"type": "audio", "audio": "x"})),
+        "[0] is a part of type 'audio'; on",
+    ),
+    (
+        lambda r: r.generate({"prompt": "a", "multi_modal_data": {"audio": b"x"}}),
+        'multi_modal_data must be {"image": ..., "video": ...}',
+    ),
+    (
+        lambda r: r.generate({"prompt": "a", "multi_modal_data": {"video": ([b"x"], {"fps": 1})}}),
+        "the prompt has videos, but",
+    ),
+    (
         lambda r: r.chat(in_part({"type": "video", "video": "x"})),
-        "[0] is a part of type 'video'; on",
+        "[0] of type 'video_url' needs a video_url",
     ),
     (lambda r: r.chat(in_part({"type": "text", "txt": "x"})), "[0] is a part of type 'text'; only"),
     (lambda r: r.render(in_part("x")), "messages[0].content[0] is a part of type 'str'; only"),

@@ -8,7 +8,8 @@ from io import BytesIO
 import httpx
 import openai
 import pytest
-from tiny_vision import END, PAD, START, check_greedy, picture, write_vision
+from PIL import Image
+from tiny_vision import END, PAD, START, check_greedy, frames, picture, write_vision
 
 from rollout import Rollout, SamplingParams
 from rollout.server.http.app import build_app
@@ -119,3 +120,40 @@ async def test_images_are_rendered_once_and_paired_with_tokens_afterwards(served
     assert "without images" in reply.json()["error"]["message"]
     figures = (await http.get("/metrics")).text
     assert 'rollout_encoder_cache_queries_total{model_name="tiny"}' in figures
+
+
+async def test_openais_client_sends_a_video_as_frames(served, http):
+    engine, model = served
+    video = frames(1)
+    url = "data:video/jpeg;base64," + ",".join(
+        uri(Image.fromarray(one)).partition(",")[2] for one in video
+    )
+    part = {"type": "video_url", "video_url": {"url": url}, "fps": 2.0}
+    content = [part, *asked(picture(1))[0]["content"]]
+    asking = {"model": "tiny", "max_tokens": 5, "temperature": 0}
+    async with openai.AsyncOpenAI(
+        api_key="none", base_url="http://test/v1", http_client=http, max_retries=0
+    ) as client:
+
+        async def sent(content):
+            messages = [{"role": "user", "content": content}]
+            return await client.chat.completions.create(
+                messages=messages, extra_body={"return_token_ids": True}, **asking
+            )
+
+        answer = await sent(content)
+        messages = [{"role": "user", "content": content}]
+        [output] = engine.chat(messages, SamplingParams(max_tokens=5, temperature=0))
+        check_greedy(model, output, [picture(1)], [(video, 2.0)])
+        assert answer.choices[0].token_ids == output.outputs[0].token_ids
+        with pytest.raises(openai.BadRequestError, match=r"content\[0\] needs the frames per sec"):
+            await sent([{**part, "fps": None}])
+        remote = {"url": "https://example.invalid/a.mp4"}
+        with pytest.raises(openai.BadRequestError, match="needs a video_url whose url is a data:"):
+            await sent([{**part, "video_url": remote}])
+        with pytest.raises(openai.BadRequestError, match="must be decoded before"):
+            await sent([{**part, "video_url": {"url": "data:video/mp4;base64,AAAA"}}])
+        body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+        reply = await http.post("/v1/chat/completions/render", json=body)
+        assert reply.status_code == 400
+        assert "videos are not handed out" in reply.json()["error"]["message"]

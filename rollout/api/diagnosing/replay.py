@@ -147,7 +147,7 @@ def replay(
     ``adapter``: the directory of the one that the request had, as PEFT writes it.
     Where tokens differ and no weight does, the layers of ``checkpoint`` are compared with
     transformers' (``layer_search.py``). ``ConfigError`` for an unknown request, or one that cannot
-    be run again (images).
+    be run again (images and videos).
     """
     found = find_request(Path(journal).expanduser(), request_id)
     _check_replayable(found, adapter)
@@ -188,7 +188,7 @@ def _check_replayable(found: JournaledRequest, adapter: str | Path | None) -> No
     """Raise ``ConfigError`` for a request that the journal, and ``adapter``, cannot make again."""
     name = f"request {found.request_id!r}"
     if found.images:
-        raise ConfigError(f"{name} had images, which the journal does not keep")
+        raise ConfigError(f"{name} had images or videos, which the journal does not keep")
     if found.adapter and adapter is None:
         raise ConfigError(
             f"{name} had adapter {found.adapter}, whose factors the journal does not keep: give "

@@ -165,7 +165,7 @@ def with_drawn(
 
 
 def _turning(entries: list[ScheduledEntry], places: Ints, query_starts: Ints) -> Ints:
-    """By what each token is turned: its place in the sequence, but for those with images.
+    """By what each token is turned: its place in the sequence, but for those that show something.
 
     [tokens] where the three positions of each are one, as in steps that only decode; else [3,
     tokens].
@@ -174,9 +174,9 @@ def _turning(entries: list[ScheduledEntry], places: Ints, query_starts: Ints) ->
         return places
     wide = np.tile(places, (3, 1))
     for entry, start, stop in zip(entries, query_starts[:-1], query_starts[1:], strict=True):
-        if (images := entry.sequence.visual_positions) is not None and stop > start:
+        if (placed := entry.sequence.visual_positions) is not None and stop > start:
             first = int(places[start])
-            wide[:, start:stop] = images.of(first, first + int(stop - start))
+            wide[:, start:stop] = placed.of(first, first + int(stop - start))
     return wide[0] if (wide == wide[0]).all() else wide
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5: three gated delta nets to one layer of gated attention; images, too."""
+"""Qwen3.5: three gated delta nets to one layer of gated attention; images and videos, too."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Qwen-VL: Qwen's text models with images, whose positions have a time, a row and a column."""
+"""Qwen-VL: Qwen's text models with images and videos; positions have a time, a row, a column."""
 
 from dataclasses import replace
 

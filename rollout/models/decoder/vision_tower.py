@@ -1,4 +1,4 @@
-"""transformers' own encoder of images, as a part of a model of ours: whole on every rank."""
+"""transformers' own encoder of what is seen, as a part of a model of ours: whole on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.weights import PLAIN, WeightSlot
 
 
 class VisionTower(nn.Module):
-    """Patches of one image to features of its parts; its parameters come through slots.
+    """Patches of an image, or of frames, to features of parts; its parameters come through slots.
 
     No rank needs another for it: all have the same weights, read the same patches and get the same
     bits.
@@ -31,7 +31,7 @@ class VisionTower(nn.Module):
         }
 
     def forward(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """[patches, patch_values] of one image of ``grid`` (time, rows, columns) patches ->
+        """[patches, patch_values] of one visual of ``grid`` (time, rows, columns) patches ->
         [parts, 1 + levels, hidden], in the order of its placeholders.
         """
         out: Any = self.inner(pixels, grid_thw=torch.tensor([grid], device=pixels.device))
