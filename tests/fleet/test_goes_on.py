@@ -7,7 +7,7 @@ from io import BytesIO
 import pytest
 from fleet_front import Front, break_off
 from shared_engines import TRIES
-from tiny_vision import END, PAD, START, picture, write_vision
+from tiny_vision import END, PAD, START, VIDEO, frames, picture, write_vision
 
 from rollout import Rollout
 
@@ -73,7 +73,7 @@ def uri(image):
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
-def test_images_go_on_in_prompts_and_in_chats(tmp_path):
+def test_images_and_videos_go_on_in_prompts_and_in_chats(tmp_path):
     write_vision(tmp_path / "model", tokenizer=True)
     settings = {"device": "cpu", "dtype": "float32", "deterministic": True, "max_model_len": 512}
     engines = [Rollout(tmp_path / "model", num_threads=1, **settings) for _ in range(3)]
@@ -82,6 +82,9 @@ def test_images_go_on_in_prompts_and_in_chats(tmp_path):
     image, params = picture(1), {**LONG, "seed": 3}
     prompts = [[5, 6 + n, START, PAD, END, 9] for n in range(3)]
     given = [{"prompt_token_ids": ids, "multi_modal_data": {"image": image}} for ids in prompts]
+    seen = {"image": image, "video": (frames(1), {"fps": 2.0})}
+    both = [5, START, VIDEO, END, START, PAD, END, 9]
+    given.append({"prompt_token_ids": both, "multi_modal_data": seen})
     show = {"type": "image_url", "image_url": {"url": uri(image)}}
     chats = [[{"role": "user", "content": [show]}], [{"role": "user", "content": "What is it?"}]]
     stream = front.rollout._async
