@@ -17,6 +17,9 @@ from rollout.generation import (
     RequestOutput,
     SamplingParams,
     VersionSpan,
+    Video,
+    VisualPrompt,
+    Visuals,
 )
 from rollout.generation.metrics import EngineStats, HistogramSnapshot
 from rollout.rpc import rollout_pb2 as pb
@@ -77,6 +80,15 @@ def test_prompts_survive(prompt):
 def test_a_prompt_that_has_no_wire_form_is_an_invalid_request(prompt):
     with pytest.raises(InvalidRequest, match="request id-7"):
         prompt_to_proto(prompt, "id-7")
+
+
+def test_what_a_prompt_shows_survives():
+    video = Video(frames=(b"a", b"b"), times=(0.1, 1 / 3), rate=2.5)
+    prompt = VisualPrompt([1, 2], Visuals(images=(b"c",), videos=(video, video)))
+    assert prompt_from_proto(through(prompt_to_proto(prompt, "id"))) == prompt
+    for wrong in (pb.Video(frames=[b"a"], rate=1), pb.Video(), pb.Video(rate=float("nan"))):
+        with pytest.raises(InvalidRequest, match="a time for each frame, and a rate above 0"):
+            prompt_from_proto(pb.Prompt(text="a", videos=[wrong]))
 
 
 def test_a_prompt_of_no_kind_is_an_invalid_request():

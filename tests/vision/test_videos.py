@@ -300,6 +300,21 @@ def test_wrong_placeholders_are_refused_by_name(served, tmp_path):
         assert ids_of(expanded) == ids_of(output)
 
 
+def test_a_video_that_lasts_longer_than_positions_reach_is_refused(tmp_path):
+    """Of a model that has times in its positions: they may be above the number of tokens."""
+    model = write_vision(tmp_path, "qwen2_5_vl")
+    video = frames(1, 8)
+    with Rollout(tmp_path, max_model_len=100, **SETTINGS) as engine:
+        [output] = engine.generate(asking(ONE, at(video, 0.26)), GREEDY)  # a time is 30 positions
+        check_greedy(model, output, [], [(video, 0.26)])
+        for fps, words in (
+            (0.24, "until position 103, but"),
+            (1e-300, "position 2.4e.301, .* rise by 4 in"),
+        ):
+            with pytest.raises(PromptTooLong, match=words):
+                engine.generate(asking(ONE, at(video, fps)), GREEDY)
+
+
 def test_times_are_written_once_each():
     one = TimedVideo(times=2, before=[[1, 8], [2, 8]], count=1, end=7)
     three = TimedVideo(times=1, before=[[3, 8]], count=3, end=7)

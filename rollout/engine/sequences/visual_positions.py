@@ -38,6 +38,11 @@ class VisualPositions:
         self._text(at, length, place)
         self._behind = place + length - at - length  # what to add to an index after the prompt
 
+    @property
+    def highest(self) -> int:
+        """Of all positions of the prompt's tokens; times of a video may be above its length."""
+        return int(self._table.max(initial=0))
+
     def of(self, start: int, stop: int) -> NDArray[np.int64]:
         """[3, stop - start]: of the prompt's tokens, and of those generated after it."""
         known = self._table[:, start:stop]

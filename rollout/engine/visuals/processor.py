@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rollout.engine.sequences.visual_positions import VisualPositions
 from rollout.engine.visuals.frames import FrameProcessor, FrameRules, OpenedVideo
 from rollout.engine.visuals.limits import VisualLimits
 from rollout.engine.visuals.placeholders import TimedVideo, place, timed
@@ -119,7 +120,25 @@ class VisualProcessor:
             make = partial(self._taken(where).patched, video)
             for visual in self._once("video", video.video.frames, make):
                 placed.append(PlacedVisual(visual=visual, start=next(begin), pace=pace))
-        return expanded, tuple(sorted(placed, key=lambda one: one.start))
+        placed.sort(key=lambda one: one.start)
+        self._check_lasting(placed, len(expanded), where)
+        return expanded, tuple(placed)
+
+    def _check_lasting(self, placed: Sequence[PlacedVisual], length: int, where: str) -> None:
+        """Positions of all else are below the length: those of a video rise as long as it lasts."""
+        lasting = [one for one in placed if one.visual.grid[0] > 1]
+        if not lasting:
+            return
+        most = self.limits.max_tokens
+        longest = max(one.pace * (one.visual.grid[0] - 1) for one in lasting)
+        if longest < 1 << 31:  # else it may be more than an integer holds
+            longest = VisualPositions(length, placed).highest
+        if longest >= most:
+            raise PromptTooLong(
+                f"{where} has a video that lasts until position {longest:g}, but max_model_len is "
+                f"{most}: positions rise by {self._config.second:g} in a second of a video; show "
+                "less of it"
+            )
 
     def _place(
         self, ids: Sequence[int], counts: Sequence[int], videos: Sequence[OpenedVideo], where: str
