@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from io import BytesIO
 
 import numpy as np
@@ -325,6 +326,38 @@ def test_times_are_written_once_each():
     done = [*written, 3, 8, 9, 9, 9, 7]
     assert timed(done, [one, three], 9, "it") == done
     assert timed([*done, 9], [one, three, one], 9, "it") == [*done, *written]
+
+
+def test_settings_of_frames_are_found_as_transformers_finds_them(tmp_path):
+    write_vision(tmp_path, "qwen2_5_vl")
+    vision = ModelConfig.from_directory(tmp_path).vision
+
+    def found():
+        rules = FrameRules.read(str(tmp_path), vision)
+        return rules.least, rules.most, rules.cap
+
+    assert found() == (64, 2048, None)
+    nested = {"size": {"longest_edge": 4096}, "cap_pixels_per_frame": True}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"video_processor": nested}))
+    assert found() == (128 * 28 * 28, 4096, 128_000)
+    (tmp_path / "processor_config.json").write_text("{}")
+    (tmp_path / "video_preprocessor_config.json").unlink()
+    file = tmp_path / "preprocessor_config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "max_pixels": 1024}))
+    assert found() == (64, 1024, None)
+
+
+def test_a_model_whose_frames_are_not_read_here_still_sees_images(tmp_path):
+    model = write_vision(tmp_path, tokenizer=True)
+    file = tmp_path / "video_preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "resample": 2}))
+    with Rollout(tmp_path, **SETTINGS) as engine:
+        words = "has videos, but video_preprocessor_config.json says resample 2, only 3 is served"
+        with pytest.raises(InvalidRequest, match=words):
+            engine.generate(asking(ONE, at(frames(1))), GREEDY)
+        [output] = engine.generate(asking([5, START, PAD, END], image=picture(1)), GREEDY)
+    check_greedy(model, output, [picture(1)])
 
 
 def test_sizes_that_change_are_those_that_pillow_makes_but_for_a_level(tmp_path):

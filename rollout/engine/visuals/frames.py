@@ -52,7 +52,8 @@ class FrameRules:
         together = config.frame_ends is not None
         side = 32 if together else 28
         size = {"shortest_edge": 128 * side**2, "longest_edge": 768 * side**2}
-        size |= values.get("size") or {}
+        if isinstance(said := values.get("size"), Mapping):
+            size |= said
         if not together:  # the older names
             for key, older in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
                 size[key] = values.get(older) or size[key]
