@@ -21,6 +21,7 @@ from tiny_vision import (
     frames,
     patches,
     picture,
+    processor,
     write_vision,
 )
 
@@ -364,9 +365,9 @@ def test_sizes_that_change_are_those_that_pillow_makes_but_for_a_level(tmp_path)
     """What is resized differs from an image's by rounding alone."""
     for kind, size in (("qwen3_vl", (45, 30)), ("qwen2_5_vl", (70, 51))):
         write_vision(tmp_path, kind)
-        processor = frame_processor(tmp_path)
+        own_frames = frame_processor(tmp_path)
         video = as_video(at(frames(1, 2, *size)), "it")
-        made = processor.patched(processor.open(video, "it"))
+        made = own_frames.patched(own_frames.open(video, "it"))
         pixels, grid = patches(frames(1, 2, *size))
         assert [list(one.grid) for one in made] == [grid]
         level = 1 / 255 / 0.26
@@ -387,7 +388,7 @@ def test_patches_are_bit_for_bit_those_of_transformers(tmp_path, kind, cap):
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     hf = own(size={"shortest_edge": 64, "longest_edge": 4096}, **sizes, **capped)
     hf.save_pretrained(tmp_path)
-    processor = frame_processor(tmp_path)
+    own_frames = frame_processor(tmp_path)
     for shape in ((2, 30, 45), (5, 70, 51), (6, 100, 12), (4, 9, 9)):
         count, height, width = shape
         array = frames(1, count, width, height)
@@ -395,8 +396,8 @@ def test_patches_are_bit_for_bit_those_of_transformers(tmp_path, kind, cap):
             [array], do_sample_frames=False, return_tensors="pt",
             video_metadata=[{"fps": 2.0, "total_num_frames": count}],
         )  # fmt: skip
-        opened = processor.open(as_video(at(array), "it"), "it")
-        made = processor.patched(opened)
+        opened = own_frames.open(as_video(at(array), "it"), "it")
+        made = own_frames.patched(opened)
         assert list(opened.grid) == wanted["video_grid_thw"][0].tolist()
         assert torch.equal(torch.cat([m.pixels for m in made]), wanted["pixel_values_videos"])
 
@@ -404,3 +405,39 @@ def test_patches_are_bit_for_bit_those_of_transformers(tmp_path, kind, cap):
 def frame_processor(path):
     vision = ModelConfig.from_directory(path).vision
     return FrameProcessor(FrameRules.read(str(path), vision), vision, LIMITS, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_prompt_is_what_transformers_processor_makes_of_it(tmp_path, kind):
+    """Ids, patches and times, by its own processor, and what its model says of those."""
+    pytest.importorskip("torchvision")
+    from transformers import AutoTokenizer, Qwen2_5_VLProcessor, Qwen3VLProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    whole = "2_5" in kind
+    model = write_vision(tmp_path, kind, tokenizer=True)
+    videos = (Qwen2VLVideoProcessor if whole else Qwen3VLVideoProcessor).from_pretrained(tmp_path)
+    hf = (Qwen2_5_VLProcessor if whole else Qwen3VLProcessor)(
+        processor(), AutoTokenizer.from_pretrained(tmp_path), videos
+    )
+    shown = [frames(1, 5, 45, 30), frames(2, 4, 70, 51)]
+    said = [
+        {"fps": 3.0, "total_num_frames": 5, "frames_indices": [0, 1, 2, 3, 4]},
+        {"fps": 24.0, "total_num_frames": 100, "frames_indices": [0, 33, 66, 99]},
+    ]
+    text = "Look <|vision_start|><|video_pad|><|vision_end|> and <|image_pad|>:<|video_pad|>!"
+    given = hf(
+        text=[text], images=[picture(1)], videos=shown, video_metadata=said,
+        do_sample_frames=False, return_tensors="pt",
+    )  # fmt: skip
+    seen = {"image": picture(1), "video": list(zip(shown, said, strict=True))}
+    with Rollout(tmp_path, **SETTINGS) as engine:
+        [output] = engine.generate({"prompt": text, "multi_modal_data": seen}, GREEDY)
+    assert output.prompt_token_ids == given["input_ids"][0].tolist()
+    given.pop("attention_mask")
+    with torch.no_grad():
+        logits = model(use_cache=False, **given).logits[0, -1]
+    wanted = logits.float().log_softmax(-1)
+    assert wanted.argmax() == ids_of(output)[0]
+    assert abs(wanted.max() - output.outputs[0].logprobs.raw[0]) < 1e-4
