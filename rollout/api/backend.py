@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # a client needs no engine
     from rollout.api.prompts import PromptPreparer
     from rollout.config import EngineConfig
     from rollout.engine.tokenizer import Tokenizer
-    from rollout.engine.updates.verb_session import VerbSession
+    from rollout.engine.updates.verbs.session import VerbSession
 
 # (Index of the prompt in the call, output); closing it aborts what still runs.
 Outputs = AsyncGenerator[tuple[int, RequestOutput]]

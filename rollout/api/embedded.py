@@ -26,12 +26,12 @@ from rollout.engine.facts import layer_settings
 from rollout.engine.requests.recent_beginnings import RecentBeginnings
 from rollout.engine.tokenizer import Tokenizer
 from rollout.engine.updates.coordinator import Coordinator
-from rollout.engine.updates.engine_target import EngineTarget
 from rollout.engine.updates.lease import Lease
 from rollout.engine.updates.near_link import NearLink
 from rollout.engine.updates.rollback import Rollback, roll_back
 from rollout.engine.updates.served_weights import ServedWeights
-from rollout.engine.updates.verb_session import VerbSession
+from rollout.engine.updates.verbs.session import VerbSession
+from rollout.engine.updates.verbs.target import EngineTarget
 from rollout.errors import (
     ConfigError,
     EngineClosed,

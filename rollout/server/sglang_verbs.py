@@ -18,8 +18,8 @@ from safetensors.torch import load
 from rollout.api import AsyncRollout
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.engine.control import WAKE_TAGS
-from rollout.engine.updates.verb_session import TIMEOUT, VerbSession
-from rollout.engine.updates.verb_update import PACK_BYTES, Packing
+from rollout.engine.updates.verbs.session import TIMEOUT, VerbSession
+from rollout.engine.updates.verbs.update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.generation.metrics import EngineStats
 from rollout.server.verbs import Size, UpdateInfo, derived_id, served_of, session_of

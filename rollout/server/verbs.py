@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rollout.api import AsyncRollout
 from rollout.api.backend import ServedBackend
 from rollout.config import MAX_TIMEOUT
-from rollout.engine.updates.repeats import Caller
-from rollout.engine.updates.verb_session import DEADLINE, TIMEOUT, VerbSession
-from rollout.engine.updates.verb_update import PACK_BYTES, Packing
+from rollout.engine.updates.verbs.repeats import Caller
+from rollout.engine.updates.verbs.session import DEADLINE, TIMEOUT, VerbSession
+from rollout.engine.updates.verbs.update import PACK_BYTES, Packing
 from rollout.errors import ConfigError, IncompleteUpdate, InvalidRequest
 from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.transports.foreign_group import ForeignGroup

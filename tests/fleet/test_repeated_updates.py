@@ -9,7 +9,7 @@ import pytest
 import torch
 from fleet_front import LEASE, Front
 
-from rollout.engine.updates.repeats import Caller
+from rollout.engine.updates.verbs.repeats import Caller
 from rollout.errors import EngineClosed, VersionConflict
 from rollout.fleet.coordination.record import Record
 from rollout.fleet.fleet import Fleet

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rollout.engine.updates.verb_session import VerbSession
+from rollout.engine.updates.verbs.session import VerbSession
 from rollout.fleet.calls.hold import Hold
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.fronts.front import Front

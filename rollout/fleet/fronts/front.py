@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from rollout.config import DEFAULT_TIMEOUT
 from rollout.distributed import LOOPBACK
-from rollout.engine.updates.verb_session import VerbSession
+from rollout.engine.updates.verbs.session import VerbSession
 from rollout.errors import ConfigError, EngineClosed, EngineError, TransferFailed, VersionConflict
 from rollout.fleet.calls.call import FleetCall, Outputs
 from rollout.fleet.calls.calls import Calls

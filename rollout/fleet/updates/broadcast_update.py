@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rollout.engine.updates.ended import ended_without_commit
-from rollout.engine.updates.repeats import KEPT
-from rollout.engine.updates.verb_update import GRACE, Terms, VerbUpdate
+from rollout.engine.updates.verbs.repeats import KEPT
+from rollout.engine.updates.verbs.update import GRACE, Terms, VerbUpdate
 from rollout.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
 
-from rollout.engine.updates.foreign_groups import ForeignGroups
-from rollout.engine.updates.repeats import Caller, Said, VerbAnswers
-from rollout.engine.updates.verb_update import (
+from rollout.engine.updates.verbs.groups import ForeignGroups
+from rollout.engine.updates.verbs.repeats import Caller, Said, VerbAnswers
+from rollout.engine.updates.verbs.update import (
     GRACE,
     Late,
     Packing,

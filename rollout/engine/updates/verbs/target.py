@@ -10,7 +10,7 @@ from rollout.config import DEFAULT_BUCKET_BYTES
 from rollout.engine.executors import gather_replies
 from rollout.engine.updates.coordinator import Coordinator
 from rollout.engine.updates.lease import Lease
-from rollout.engine.updates.verb_update import GRACE, Terms, VerbUpdate
+from rollout.engine.updates.verbs.update import GRACE, Terms, VerbUpdate
 from rollout.errors import RolloutError, TransferFailed, WeightMismatch, some
 from rollout.weight_sync.protocol.messages import (
     Begun,

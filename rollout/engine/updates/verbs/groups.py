@@ -6,7 +6,7 @@ import threading
 import uuid
 from dataclasses import dataclass
 
-from rollout.engine.updates.verb_update import Places
+from rollout.engine.updates.verbs.update import Places
 from rollout.errors import ConfigError, InvalidRequest, TransferFailed, VersionConflict
 from rollout.weight_sync.transports.foreign_group import ForeignGroup
 
