@@ -270,6 +270,16 @@ def test_penalties_read_each_token_once_however_often_it_came():
         assert torch.equal(out.processed, alone.processed)
 
 
+def test_a_mode_counts_where_alternatives_are_asked_for():
+    """Else a row that asks for none would be drawn in another way beside one that does."""
+    rows = [SamplingParams(logprobs=2), SamplingParams(top_logprobs_mode="tempered")]
+    assert not len(sampling_batch([sequence(p) for p in rows]).top_modes)
+    rows.append(SamplingParams(logprobs=1, top_logprobs_mode="tempered"))
+    batch = sampling_batch([sequence(p) for p in rows])
+    assert batch.top_modes.tolist() == [0, 0, 1]
+    assert not len(batch.rows(0, 2).top_modes)
+
+
 @pytest.mark.parametrize(
     ("params", "warper"),
     [

@@ -128,20 +128,23 @@ def test_no_row_of_a_deterministic_engine_depends_on_what_the_others_ask_for(mon
         torch.randn(len(SETTINGS) + 2, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3
     )
     sampler = make_sampler(torch.device("cuda"), deterministic=True)
-    others = {
-        "kept_rows": np.array([2, 5]),
+    own = {
         "target_temperatures": np.array([1, 2], np.float32),
         "top_modes": np.array([0, 0, 0, 0, 0, 2]),
     }
+    together = replace(_batch(edited=True, top=2), kept_rows=np.array([2, 5]), **own)
     for values in (logits, logits.bfloat16()):
-        together = sampler.sample(values, mixed := replace(_batch(edited=True, top=2), **others))
+        plain = sampler.sample(values, _batch(top=2))
+        beside = sampler.sample(values, replace(_batch(top=2), **own))
+        found = sampler.sample(values, together)
         rows = [slice(row, row + 1) for row in range(len(values))]
         alone = SamplerOutput.cat(
-            [sampler.sample(values[row], mixed.rows(row.start, row.stop)) for row in rows]
+            [sampler.sample(values[row], together.rows(row.start, row.stop)) for row in rows]
         )
-        plain = sampler.sample(values, _batch(top=2))
         for name in ("tokens", "raw", "processed", "log_kept_mass", "top_ids", "top_logprobs"):
-            found = getattr(together, name)
-            assert torch.equal(found, getattr(alone, name)), name
-            assert torch.equal(found[1], getattr(plain, name)[1]), name  # a row without anything
-        assert torch.equal(together.kept_ids, alone.kept_ids)
+            column = getattr(plain, name)
+            assert torch.equal(getattr(found, name), getattr(alone, name)), name
+            assert torch.equal(getattr(found, name)[1], column[1]), name  # a row without anything
+            assert torch.equal(getattr(beside, name)[:5], column[:5]), name
+            assert torch.equal(getattr(beside, name)[6:7], column[6:7]), name
+        assert torch.equal(found.kept_ids, alone.kept_ids)

@@ -121,8 +121,8 @@ def _runs(sampling: SamplingMetadata) -> list[tuple[int, int]]:
     for rows in sampling.processed_rows:
         kinds[rows] = 1
     kinds[: len(sampling.top_modes)][sampling.top_modes > 0] = 2
-    if len(sampling.target_temperatures):
-        kinds[sampling.num_sampled :] = 2
+    tempered = sampling.target_temperatures != 1
+    kinds[sampling.num_sampled :][: len(tempered)][tempered] = 2
     edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
     return list(pairwise(edges))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ _numbers = attrgetter(
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _MASK = (1 << 64) - 1
+_Column = TypeVar("_Column", Floats, Ints)
 
 
 def _none() -> Floats:
@@ -97,7 +98,7 @@ class SamplingMetadata:
         top = [-1 if p.logprobs is None else p.logprobs for p in params]
         top += [count for count, _ in scored]
         asked = max(top, default=0) > 0  # of most steps none does, and each costs the host time
-        modes = [TOP_MODES.index(p.top_logprobs_mode) for p in params] if asked else []
+        modes = [p.top_logprobs_mode if p.logprobs else TOP_MODES[0] for p in params if asked]
         tempered = any(temperature != 1 for _, temperature in scored)
         edited = [(i, s) for i, s in enumerate(drawing) if s.token_edits or s.bad_words]
         penalised = [(i, s) for i, s in enumerate(drawing) if s.penalised]
@@ -109,7 +110,7 @@ class SamplingMetadata:
             counters=np.array([len(s.token_ids) for s in drawing], np.int64) + coming,
             targets=targets,
             num_top=np.array(top, np.int64),
-            top_modes=np.array(modes if any(modes) else [], np.int64),
+            top_modes=_unless(np.array([*map(TOP_MODES.index, modes)], np.int64), 0),
             **_edits(edited, coming) if edited else _NO_EDITS,
             **_seen(penalised) if penalised else _NONE_SEEN,
             mask_rows=np.array([row for row, _ in masked], np.int64),
@@ -168,7 +169,7 @@ class SamplingMetadata:
             counters=self.counters[drawn],
             targets=self.targets[scored],
             num_top=self.num_top[start:stop],
-            top_modes=self.top_modes[drawn],
+            top_modes=_unless(self.top_modes[drawn], 0),
             edit_rows=self.edit_rows[edits] - start,
             edit_ids=self.edit_ids[edits],
             edit_values=self.edit_values[edits],
@@ -179,7 +180,7 @@ class SamplingMetadata:
             allowed=self.allowed[allowed] - (start, 0),
             mask_rows=self.mask_rows[masked] - start,
             mask_bits=self.mask_bits[masked],
-            target_temperatures=self.target_temperatures[scored],
+            target_temperatures=_unless(self.target_temperatures[scored], 1),
             kept_rows=self.kept_rows[kept] - start,
         )
 
@@ -204,6 +205,11 @@ class SamplingMetadata:
                 "allowed": np.stack([allowed_rows, self.allowed[allowed, 1]], 1),
             }
         )
+
+
+def _unless(column: _Column, all_are: int) -> _Column:
+    """Nothing, where every row has what it has without saying."""
+    return column if (column != all_are).any() else column[:0]
 
 
 def _of_rows(owners: Ints, rows: Ints) -> tuple[Ints, Ints]:
