@@ -46,7 +46,7 @@ def sample(
             continue
         scaled = wide[row] / temperature
         probs, limit = scaled.softmax(-1), int(top_k[row])
-        left = _left(probs, min_p, limit, top_p)
+        left = _left(scaled, probs, min_p, limit, top_p)
         probs = probs.where(left, 0.0)
         mass = probs.cumsum(-1)
         token = int(torch.searchsorted(mass, draws[row] * mass[-1], right=True))
@@ -62,11 +62,11 @@ def sample(
     return found, like.new_tensor(scores).view(-1, 3), like.new_tensor(least)
 
 
-def _left(probs: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+def _left(scaled: Tensor, probs: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
     """bool [V]: what is not dropped, as nothing is of a row with a NaN."""
     left = ~(probs < min_p * probs.max())
     if 0 < top_k < len(probs):
-        left &= ~(probs < probs.where(left, 0.0).topk(top_k).values[-1])
+        left &= ~(scaled < scaled.where(left, -math.inf).topk(top_k).values[-1])
     if top_p < 1:
         ordered = probs.where(left, 0.0).sort(descending=True).values
         before = ordered.cumsum(-1) - ordered

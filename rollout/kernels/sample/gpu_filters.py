@@ -164,9 +164,12 @@ def _narrow(
         segment = chunk * TOGETHER + tl.arange(0, TOGETHER)
         values = load_values(logits + row * stride, vocab, segment, SEGMENT)
         min_p = tl.load(numbers + row * 3 + 2)
-        weights = weigh(values, top, heat, min_p, edge, SHIFT)
-        if BY_NUMBER:
-            weights = tl.where(weights > 0.0, 1.0, 0.0)
+        weights = tl.exp((values - top) / heat)
+        left = _left(values, weights, min_p, edge, SHIFT)
+        if BY_NUMBER:  # weights of what is far below the largest are 0, and it counts
+            weights = tl.where(left & (values > float("-inf")), 1.0, 0.0)
+        else:
+            weights = tl.where(left, weights, 0.0)
         keys = keys_of(values, SHIFT)
         to = sums + _place(row, stage, chunk, WAYS)
         for way in tl.static_range(WAYS):
