@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -757,3 +758,19 @@ def test_a_call_on_its_way_to_the_scheduler_is_counted_once(start: Start) -> Non
     assert not refused
     with pytest.raises(EngineOverloaded):
         core.submit([request("c", max_tokens=1)], Sink(), stream=False)
+
+
+def test_samples_of_one_call_share_what_they_ask_of_single_tokens(start: Start) -> None:
+    """Arrays of many tokens, of many samples; and what penalties read goes when a sample ends."""
+    core, added = start(), []
+    honest = core.scheduler.add
+    core.scheduler.add = lambda samples: (added.extend(samples), honest(samples))
+    one = request("a", n=2, max_tokens=2, allowed_token_ids=[5, 6], presence_penalty=0.5)
+    asked = [one, replace(one, request_id="b")]
+    asked.append(request("c", max_tokens=2, min_tokens=1, stop_token_ids=(9,), ignore_eos=True))
+    run(core, *asked)
+    first, *others = (seq.token_edits for seq in added)
+    assert first.allowed.tolist() == [5, 6]
+    assert [one is first for one in others] == [True] * 3 + [False]
+    assert others[-1].stops.tolist() == [9]
+    assert all(seq._seen is None for seq in added)

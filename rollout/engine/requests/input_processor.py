@@ -15,6 +15,7 @@ from rollout.engine.loaded_model import LoadedModel
 from rollout.engine.requests.request_check import RequestCheck
 from rollout.engine.requests.request_state import Call, RequestState, Sample
 from rollout.engine.sequences.sequence import Sequence as TokenSequence
+from rollout.engine.sequences.token_edits import TokenEdits
 from rollout.engine.sequences.visual_positions import VisualPositions
 from rollout.engine.tokenizer import Detokenizer
 from rollout.errors import EngineOverloaded, InvalidRequest
@@ -121,12 +122,15 @@ class InputProcessor:
 
     def build(self, requests: Sequence[Request], call: Call, arrived: float) -> list[RequestState]:
         """States with their samples, numbered in order. Engine thread only."""
+        edits: dict[int, TokenEdits | None] = {}  # made once for each params
         return [
-            RequestState(request, self._samples(request, call.stream), call, arrived)
+            RequestState(request, self._samples(request, call.stream, edits), call, arrived)
             for request in requests
         ]
 
-    def _samples(self, request: Request, stream: bool) -> list[Sample]:
+    def _samples(
+        self, request: Request, stream: bool, edits: dict[int, TokenEdits | None]
+    ) -> list[Sample]:
         """They have what does not change in common, the prompt's tokens included: there may be
         many, and none has run yet.
         """
@@ -143,6 +147,8 @@ class InputProcessor:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos or params.structured_outputs is not None:
             stops |= self._model.eos_ids  # a grammar leaves one where the text is complete
+        if id(params) not in edits:
+            edits[id(params)] = TokenEdits.of(params, stops)
         make = partial(
             TokenSequence,
             request_id=request.request_id,
@@ -153,6 +159,7 @@ class InputProcessor:
             max_len=longest,
             stop_ids=stops,
             bad_words=request.bad_words or (),
+            token_edits=edits[id(params)],
             visual_positions=VisualPositions(len(prompt), request.visuals)
             if request.visuals
             else None,

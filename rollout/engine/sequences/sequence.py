@@ -73,6 +73,7 @@ class Sequence:
     max_len: int = sys.maxsize
     stop_ids: frozenset[int] = frozenset()
     bad_words: ReadOnly[tuple[int, ...]] = ()
+    token_edits: TokenEdits | None = None  # of ``params``, others' too; None: made here
     visual_positions: VisualPositions | None = None
     target: int | None = None
     adapter: AdapterVersion | None = None
@@ -83,8 +84,7 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     penalised: bool = field(init=False)
-    _seen: SeenTokens | None = field(init=False, default=None)  # once a penalty has asked for it
-    token_edits: TokenEdits | None = field(init=False)
+    _seen: SeenTokens | None = field(init=False, default=None)  # while it runs and is penalised
     draws: bool = field(init=False)
     _prompt_cache_ids: list[int] = field(init=False)
     mask: NDArray[np.int32] | None = None  # over the next token, by its grammar
@@ -137,7 +137,8 @@ class Sequence:
         self._prompt_cache_ids = [] if placed is None else placed.cache_ids(prompt_token_ids)
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.penalised = penalties != (1, 0, 0)
-        self.token_edits = TokenEdits.of(params, self.stop_ids)
+        if self.token_edits is None:
+            self.token_edits = TokenEdits.of(params, self.stop_ids)
         self.draws = params.max_tokens != 0
         self.top = None if params.logprobs is None else []
         if params.return_sampling_mask:
@@ -325,7 +326,7 @@ class Sequence:
         anew = not self.output_len and self.status is not Status.FINISHED
         if anew or self.needs_scores:
             self._begin_scores()
-        self.hidden_part = None
+        self.hidden_part = self._seen = None
         if anew and self.experts is not None:
             self.experts = ExpertRows(self.experts.start)
 

@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TokenEdits:
-    """As arrays, which are made once for a sequence: each of its steps reads them."""
+    """As arrays, which are made once for all samples of a call: each of their steps reads them."""
 
     bias_ids: Ints
     bias: NDArray[np.float32]  # of each, added to its logit
