@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.engine.sampler_output import SamplerOutput
-from rollout.engine.sampling import fused_sampler
+from rollout.engine.sampling import fused_sampler, sampler
 from rollout.engine.sampling.fused_sampler import FusedSampler, make_sampler
 from rollout.engine.sampling.metadata import SamplingMetadata
 from rollout.engine.sampling.sampler import Sampler
@@ -106,6 +106,18 @@ def test_edits_and_alternatives_are_not_lost() -> None:
     assert tokens[4] % 8 < 4
 
 
+def test_edited_rows_are_copied_into_an_area_of_bounded_size(monkeypatch) -> None:
+    logits = torch.randn(len(SETTINGS) + 2, VOCABULARY)
+    batch = replace(_batch(edited=True, top=2), kept_rows=np.array([0, 3, 4]))
+    whole = FusedSampler().sample(logits, batch)
+    monkeypatch.setattr(sampler, "CPU_SLICE", 2 * VOCABULARY + 1)
+    monkeypatch.setattr(Sampler, "sample", None)
+    bounded = FusedSampler()
+    _assert_equal(bounded.sample(logits, batch), whole)
+    assert bounded._others._area is not None
+    assert bounded._others._area.numel() == 2 * VOCABULARY
+
+
 def test_a_sampler_without_kernels_is_asked_only_for_what_no_kernel_does(monkeypatch) -> None:
     logits = torch.randn(len(SETTINGS) + 2, VOCABULARY)
     monkeypatch.setattr(Sampler, "sample", None)
@@ -128,19 +140,19 @@ def test_no_row_of_a_deterministic_engine_depends_on_what_the_others_ask_for(mon
     logits = (
         torch.randn(len(SETTINGS) + 2, VOCABULARY, generator=torch.Generator().manual_seed(2)) * 3
     )
-    sampler = make_sampler(torch.device("cuda"), deterministic=True)
+    fused = make_sampler(torch.device("cuda"), deterministic=True)
     own = {
         "target_temperatures": np.array([1, 2], np.float32),
         "top_modes": np.array([0, 0, 0, 0, 0, 2, 0]),
     }
     together = replace(_batch(edited=True, top=2), kept_rows=np.array([2, 5]), **own)
     for values in (logits, logits.bfloat16()):
-        plain = sampler.sample(values, _batch(top=2))
-        beside = sampler.sample(values, replace(_batch(top=2), **own))
-        found = sampler.sample(values, together)
+        plain = fused.sample(values, _batch(top=2))
+        beside = fused.sample(values, replace(_batch(top=2), **own))
+        found = fused.sample(values, together)
         rows = [slice(row, row + 1) for row in range(len(values))]
         alone = SamplerOutput.cat(
-            [sampler.sample(values[row], together.rows(row.start, row.stop)) for row in rows]
+            [fused.sample(values[row], together.rows(row.start, row.stop)) for row in rows]
         )
         for name in ("tokens", "raw", "processed", "log_kept_mass", "top_ids", "top_logprobs"):
             column = getattr(plain, name)

@@ -19,7 +19,7 @@ from rollout.engine.sampling.metadata import (
     SamplingMetadata,
     process_logits,
 )
-from rollout.engine.sampling.sampler import Sampler, alternatives, kept_sets, uniforms
+from rollout.engine.sampling.sampler import Sampler, alternatives, kept_sets, slices, uniforms
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import sample
 from rollout.kernels.gpu_support import triton_runs
@@ -47,10 +47,12 @@ class FusedSampler:
 
     def sample(self, logits: Tensor, sampling: SamplingMetadata) -> SamplerOutput:
         """As ``Sampler.sample``."""
-        if not self._deterministic or not (is_edited(sampling) or is_special(sampling)):
+        apart = self._deterministic and is_special(sampling)
+        if not sampling.num_rows or not (apart or is_edited(sampling)):
             return self._sample(logits, sampling)
-        runs = _runs(sampling)
-        return SamplerOutput.cat([self._sample(logits[a:b], sampling.rows(a, b)) for a, b in runs])
+        runs = _runs(sampling) if self._deterministic else [(0, sampling.num_rows)]
+        parts = [part for run in runs for part in slices(logits, *run)]
+        return SamplerOutput.cat([self._sample(logits[a:b], sampling.rows(a, b)) for a, b in parts])
 
     def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> SamplerOutput:
         if is_special(sampling):

@@ -52,9 +52,7 @@ class Sampler:
             if not edited:
                 parts.append(_sample(logits[start:stop], sampling.rows(start, stop), None))
                 continue
-            step = max(1, _slice_of(logits.device) // logits.shape[1])
-            for first in range(start, stop, step):
-                last = min(first + step, stop)
+            for first, last in slices(logits, start, stop):
                 part, rows = logits[first:last], sampling.rows(first, last)
                 values = self.copy(part)
                 process_logits(values, rows)
@@ -66,6 +64,12 @@ class Sampler:
         if self._area is None or self._area.numel() < logits.numel():
             self._area = torch.empty(logits.numel(), device=logits.device)
         return self._area[: logits.numel()].view(logits.shape).copy_(logits)
+
+
+def slices(logits: Tensor, start: int, stop: int) -> list[tuple[int, int]]:
+    """Rows ``start <= row < stop`` in parts that a work area holds: (first, end)."""
+    step = max(1, _slice_of(logits.device) // logits.shape[1])
+    return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
 def _slice_of(device: torch.device) -> int:
@@ -256,7 +260,7 @@ def alternatives(
         return ids, logprobs
     step = max(1, _slice_of(logits.device) // logits.shape[1])
     for rows in np.split(np.flatnonzero(num_top > 0), range(step, len(num_top), step)):
-        where = torch.from_numpy(rows).to(logits.device)
+        where = to_device(torch.from_numpy(rows), logits.device)
         values = logits[where].float()
         found = _top_ids(values, count)
         best = _scaled(values.gather(1, found), None if scale is None else scale[where, None])
