@@ -62,7 +62,7 @@ def _make_shapes_once() -> None:
 
     def typed(self: Any, element_ty: Any, shape: Any) -> None:
         key = tuple(core._unwrap_if_constexpr(size) for size in shape)
-        if key not in shapes:
+        if key not in shapes or set(map(type, key)) != {int}:  # 16.0 equals 16, and is refused
             make_type(self, element_ty, shape)
             shapes[key] = self.shape, self.numel, str(self.shape)
         self.element_ty = element_ty

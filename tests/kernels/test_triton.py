@@ -94,3 +94,12 @@ def test_the_splits_of_a_long_context_add_up_to_the_whole() -> None:
         for splits in (1, 2, 8, 32):
             got = attend(*arguments, Tiles(16, 1, 64, splits, warps=4, stages=2), *rest)
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_quickened_interpreter_refuses_a_shape_of_floats() -> None:
+    """As the other does, though 16.0 finds what was kept for 16."""
+    from triton.language import core
+
+    assert core.block_type(core.float32, [16]).shape == (16,)
+    with pytest.raises(TypeError, match="Shape element 0"):
+        core.block_type(core.float32, [16.0])
