@@ -1,4 +1,4 @@
-"""The sampler of a GPU: one transfer there, one kernel call, one transfer back."""
+"""The sampler of a GPU: of most steps one transfer there, one kernel call, one transfer back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def make_sampler(device: torch.device, deterministic: bool = False) -> Sampler |
 
 
 class FusedSampler:
-    """A ``Sampler`` by one kernel, ``sample``: no sort, and the host waits once.
+    """A ``Sampler`` by one kernel, ``sample``: no sort, and the host waits once, but for rows that
+    tell what filters left.
 
     Rows with allowed tokens, edits or penalties are drawn from a copy that has them, and scored by
     the logits themselves. Batches with alternatives that are not raw, or rows that score at a
@@ -73,7 +74,7 @@ class FusedSampler:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What ``sample`` gives of rows."""
+    """What ``sample`` gives of rows: [R], [R, 3] and [R]."""
 
     tokens: Tensor
     scores: Tensor
@@ -83,8 +84,8 @@ class Drawn:
 def told(
     logits: Tensor, drawn: Drawn, sampling: SamplingMetadata, values: Tensor | None = None
 ) -> SamplerOutput:
-    """What rows of ``logits`` ask for, once they are drawn, from ``values`` where those are other
-    ones: of what kernels do not do, alternatives and what filters left.
+    """What was ``drawn`` of ``logits``, or of ``values`` in their place, and what its rows ask for
+    beside that: alternatives, and what filters left.
     """
     count, (raw, processed, log_kept) = sampling.num_sampled, drawn.scores.unbind(1)
     none = drawn.scores.new_empty(len(raw), 0)

@@ -35,8 +35,8 @@ PROCESSED = TOP_MODES.index("processed")
 class Sampler:
     """Draws and scores; keeps a work area of bounded size between steps.
 
-    Order: allowed_token_ids, edits (min_tokens, logit_bias), penalties, temperature, min_p, top_k,
-    top_p, draw.
+    Order: grammars, allowed_token_ids, edits (min_tokens, bad words, logit_bias), penalties,
+    temperature, min_p, top_k, top_p, draw.
     Tokens that tie with the last kept one at a filter's edge are kept with it. A greedy row takes
     the argmax after edits and penalties; its ``processed`` is the log-softmax there at temperature
     1, its ``log_kept_mass`` 0.
