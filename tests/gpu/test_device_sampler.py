@@ -106,6 +106,14 @@ def test_edits_and_alternatives_are_not_lost() -> None:
     assert tokens[4] % 8 < 4
 
 
+def test_alternatives_to_an_impossible_token_of_a_prompt_are_numbers() -> None:
+    logits = torch.randn(len(SETTINGS) + 2, VOCABULARY)
+    logits[-1, 17] = -torch.inf
+    found = FusedSampler().sample(logits, _batch(top=2))
+    assert found.raw[-1] == -torch.inf
+    _assert_equal(found, Sampler().sample(logits, _batch(top=2)))
+
+
 def test_edited_rows_are_copied_into_an_area_of_bounded_size(monkeypatch) -> None:
     logits = torch.randn(len(SETTINGS) + 2, VOCABULARY)
     batch = replace(_batch(edited=True, top=2), kept_rows=np.array([0, 3, 4]))

@@ -21,7 +21,7 @@ from rollout.engine.sampling.metadata import (
 )
 from rollout.engine.sampling.sampler import Sampler, alternatives, kept_sets, slices, uniforms
 from rollout.generation import GREEDY_BELOW
-from rollout.kernels import sample
+from rollout.kernels import sample, scan_logits
 from rollout.kernels.gpu_support import triton_runs
 
 
@@ -92,7 +92,12 @@ def told(
     top = none.int(), none
     if most := sampling.most_top:
         # By the token's own score, which is then that of the same token among them.
-        lse = logits.gather(1, drawn.tokens[:, None])[:, 0].double() - raw.double()
+        own = logits.gather(1, drawn.tokens[:, None])[:, 0].double()
+        lse = own - raw.double()
+        if len(sampling.targets):  # some may be impossible, and say nothing of the others
+            best, _, _, mass = scan_logits(logits[count:], None)
+            whole = best.double() + mass.log()
+            lse[count:] = torch.where(own[count:] > -torch.inf, lse[count:], whole)
         top = alternatives(logits, lse, sampling.num_top, most)
     kept: dict[str, Tensor] = {}
     if len(sampling.kept_rows):
