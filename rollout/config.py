@@ -240,7 +240,9 @@ class EngineConfig:
         least=1,
     )
     allow_remote_images: bool = _setting(
-        False, "fetch images that chats name by http(s) URL (default: refuse all but data: URIs)"
+        False,
+        "fetch images and videos that chats name by http(s) URL (default: refuse all but data: "
+        "URIs)",
     )
     staging: str = _setting(
         "auto",

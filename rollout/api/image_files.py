@@ -38,7 +38,7 @@ def data_uri_bytes(uri: str, where: str) -> bytes:
     """What a base64 ``data:`` URI holds; raises ``InvalidRequest``."""
     head, comma, body = uri.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise InvalidRequest(f"{where} must read data:image/TYPE;base64,DATA")
+        raise InvalidRequest(f"{where} must read data:TYPE;base64,DATA")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -20,7 +20,7 @@ from typing import Any
 from rollout.api.image_files import data_uri_bytes, image_file
 from rollout.api.video_inputs import as_video, is_frame, video_part
 from rollout.errors import InvalidRequest
-from rollout.generation import Video, VisualPrompt, Visuals
+from rollout.generation import Video, VideoFile, VisualPrompt, Visuals
 
 IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")  # types of parts that are images
 VIDEO_KINDS = ("video_url", "video")
@@ -137,12 +137,12 @@ def part_url(where: str, part: Mapping[str, Any]) -> str:
     name = "video_url" if is_video else "image_url"
     given = part.get(name, part.get(name.removesuffix("_url")))
     url = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(url, str) or not url.startswith("data:" if is_video else ("data:", *REMOTE)):
+    if not isinstance(url, str) or not url.startswith(("data:", *REMOTE)):
         raise InvalidRequest(
             f"{where} of type {part.get('type')!r} needs {'a' if is_video else 'an'} {name} whose "
             "url is a data: URI, "
             + (
-                "data:video/jpeg;base64,FRAME,FRAME,..."
+                "data:video/mp4;base64,... or data:video/jpeg;base64,FRAME,FRAME,..."
                 if is_video
                 else "data:image/png;base64,..."
             )
@@ -197,11 +197,12 @@ def take_visuals(
 def read_visuals(shown: Sequence[ShownPart], remote: bool = False) -> Visuals:
     """The files of parts; blocks. Raises ``InvalidRequest`` naming the part."""
     images: list[bytes] = []
-    videos: list[Video] = []
+    videos: list[Video | VideoFile] = []
     for one in shown:
         url = part_url(one.where, one.part)
         if one.is_video:
-            videos.append(as_video((url, one.part), one.where))
+            file = fetched(url, one.where, remote) if url.startswith(REMOTE) else url
+            videos.append(as_video((file, one.part), one.where))
         else:
             images.append(fetched(url, one.where, remote))
     return Visuals(images=tuple(images), videos=tuple(videos))

@@ -24,7 +24,14 @@ from rollout.generation.request import (
 from rollout.generation.sampling_mask import SamplingMask
 from rollout.generation.sampling_params import GREEDY_BELOW, TOKEN_PARAMS, TOP_MODES, SamplingParams
 from rollout.generation.scores import ScoreOutput, score_params, scored_rows
-from rollout.generation.visuals import PatchedVisual, PlacedVisual, Video, VisualPrompt, Visuals
+from rollout.generation.visuals import (
+    PatchedVisual,
+    PlacedVisual,
+    Video,
+    VideoFile,
+    VisualPrompt,
+    Visuals,
+)
 
 __all__ = [
     "CUT_SHORT",
@@ -52,6 +59,7 @@ __all__ = [
     "ScoreOutput",
     "VersionSpan",
     "Video",
+    "VideoFile",
     "VisualPrompt",
     "Visuals",
     "classify_params",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -11,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.errors import InvalidRequest
+
+MAX_VIDEO_BYTES = 256 << 20  # of a file; over the network limits of bodies are below it
+SAMPLING = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
 _WORDS = {2: torch.int16, 4: torch.int32}  # as which the bits of a value are hashed
 
 
@@ -28,6 +33,40 @@ class Video:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VideoFile:
+    """A whole file of a video, not yet looked into: the engine samples its frames, as the settings
+    of the checkpoint's processor of the same names say, or these where they are not None.
+    """
+
+    data: bytes
+    fps: float | None = None  # frames a second to be seen
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    do_sample_frames: bool | None = None
+
+    @classmethod
+    def of(cls, data: bytes, said: Mapping[str, Any], where: str) -> VideoFile:
+        """With what ``said`` has of the fields; raises ``InvalidRequest`` naming what it cannot."""
+        found = {name: said[name] for name in SAMPLING if said.get(name) is not None}
+        for name, value in found.items():
+            if name == "do_sample_frames":
+                is_good = isinstance(value, bool)
+            elif name == "fps":
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                is_good = is_number and 0 < value < math.inf
+            else:
+                is_good = type(value) is int and 0 < value < 1 << 31
+            if not is_good:
+                raise InvalidRequest(f"{where}: {name} cannot be {value!r:.80}")
+        if "fps" in found and "num_frames" in found:
+            raise InvalidRequest(f"{where}: give fps or num_frames, not both")
+        if found.get("min_frames", 1) > found.get("max_frames", math.inf):
+            raise InvalidRequest(f"{where}: min_frames is above max_frames")
+        return cls(data=data, **found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Visuals:
     """What a prompt shows, each kind in the order of its placeholders.
 
@@ -35,7 +74,7 @@ class Visuals:
     """
 
     images: tuple[bytes, ...] = ()
-    videos: tuple[Video, ...] = ()
+    videos: tuple[Video | VideoFile, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.images or self.videos)

@@ -31,6 +31,7 @@ from rollout.generation import (
     ContinuedPrompt,
     RequestOutput,
     SamplingParams,
+    VideoFile,
     parts_of,
 )
 from rollout.generation.metrics import EngineStats
@@ -571,6 +572,7 @@ def _needed(prompts: Sequence[AnyPrompt]) -> set[str]:
         kinds = {
             "images": shown.images,
             "videos": shown.videos,
+            "video_files": any(isinstance(video, VideoFile) for video in shown.videos),
             "continued": isinstance(prompt, ContinuedPrompt),
         }
         needed |= {kind for kind, is_there in kinds.items() if is_there}

@@ -29,6 +29,7 @@ from rollout.generation import (
     SamplingParams,
     VersionSpan,
     Video,
+    VideoFile,
     VisualPrompt,
     Visuals,
     parts_of,
@@ -63,7 +64,7 @@ def params_from_proto(message: Any) -> SamplingParams:
 def prompt_to_proto(prompt: AnyPrompt, request_id: str) -> Any:
     given, shown, delivered = parts_of(prompt)
     begun = map(_completion_to_proto, delivered)
-    videos = (pb.Video(frames=v.frames, times=v.times, rate=v.rate) for v in shown.videos)
+    videos = map(_video_to_proto, shown.videos)
     rest = {"request_id": request_id, "images": shown.images, "videos": videos, "delivered": begun}
     try:
         if isinstance(given, str):
@@ -89,7 +90,16 @@ def prompt_from_proto(message: Any) -> AnyPrompt:
     return ContinuedPrompt(whole, delivered_from_proto(message))
 
 
-def _video_from_proto(message: Any) -> Video:
+def _video_to_proto(video: Video | VideoFile) -> Any:
+    if isinstance(video, VideoFile):
+        return pb.Video(file=pb.VideoFile(**asdict(video)))
+    return pb.Video(frames=video.frames, times=video.times, rate=video.rate)
+
+
+def _video_from_proto(message: Any) -> Video | VideoFile:
+    if message.HasField("file"):
+        given = {field.name: value for field, value in message.file.ListFields()}
+        return VideoFile.of(given.pop("data", b""), given, "a video")
     times, rate = tuple(message.times), message.rate
     if len(times) != len(message.frames) or not 0 < rate < math.inf:
         raise InvalidRequest("a video needs a time for each frame, and a rate above 0")

@@ -21,7 +21,7 @@ FEATURES = (
     *("cards", "cells", "codes", "components", "continued", "continued_chats", "fleets"),
     *("floors", "fronts", "images", "intervals", "kv", "late_labels", "limits", "merged"),
     *("multiplex", "prepare", "regions", "relays", "removals", "repeats", "resets", "returns"),
-    *("score", "sessions", "shares", "sleep_modes", "videos"),
+    *("score", "sessions", "shares", "sleep_modes", "video_files", "videos"),
 )
 PROTOCOL_KEY = "rollout-protocol"  # the metadata in which a client says its range, "5" or "5-7"
 SOFTWARE_KEY = "rollout-software"  # and its packages, which errors name

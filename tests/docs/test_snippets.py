@@ -169,7 +169,7 @@ NOT_RUN = {
     "needs a service of runs/model": 1,
     "needs a trainer's model": 1,
     "needs a GPU": 2,
-    "the service of these pages serves a model of text": 2,
+    "the service of these pages serves a model of text": 3,
     "the service of these pages serves a dense model": 1,
     "it takes minutes": 4,
     "it takes half a minute": 1,

@@ -149,9 +149,11 @@ async def test_openais_client_sends_a_video_as_frames(served, http):
         with pytest.raises(openai.BadRequestError, match=r"content\[0\] needs the frames per sec"):
             await sent([{**part, "fps": None}])
         remote = {"url": "https://example.invalid/a.mp4"}
-        with pytest.raises(openai.BadRequestError, match="needs a video_url whose url is a data:"):
+        with pytest.raises(openai.BadRequestError, match=r"content\[0\] is a remote URL"):
             await sent([{**part, "video_url": remote}])
-        with pytest.raises(openai.BadRequestError, match="must be decoded before"):
+        with pytest.raises(
+            openai.BadRequestError, match=r"is no video that can be decoded|needs PyAV"
+        ):
             await sent([{**part, "video_url": {"url": "data:video/mp4;base64,AAAA"}}])
         body = {"model": "tiny", "messages": messages, "max_tokens": 1}
         reply = await http.post("/v1/chat/completions/render", json=body)

@@ -5,8 +5,9 @@ Those need torchvision, whose resizing of bytes is torch's own: here torch does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.engine.visuals.frame_sampling import FrameSampling
 from rollout.engine.visuals.limits import VisualLimits
 from rollout.engine.visuals.reader import decoded, open_image, upright_size
+from rollout.engine.visuals.video_files import VideoFileReader
 from rollout.errors import ConfigError, InvalidRequest
-from rollout.generation import PatchedVisual, Video
+from rollout.generation import PatchedVisual, Video, VideoFile
 from rollout.models.config.reader import read_json
 from rollout.models.config.vision import VisionConfig
 
@@ -44,6 +47,7 @@ class FrameRules:
     std: tuple[float, ...]
     scale: float
     cap: int | None
+    sampling: FrameSampling  # of files
 
     @classmethod
     def read(cls, directory: str, config: VisionConfig) -> FrameRules:
@@ -75,6 +79,7 @@ class FrameRules:
             std=tuple(values.get("image_std") or (_HALF if together else _CLIP_STD)),
             scale=values.get("rescale_factor") or 1 / 255,
             cap=cap if values.get("cap_pixels_per_frame") else None,
+            sampling=FrameSampling.read(values, None if together else config.frames),
         )
 
 
@@ -83,11 +88,15 @@ class OpenedVideo:
     """A video whose frames are of one size, which is known, and not decoded yet.
 
     ``size``: rows and columns of pixels after resizing; ``grid``: patches along time, rows
-    and columns.
+    and columns; ``times`` and ``rate`` of its frames as in ``Video``; ``content``: bytes that
+    tell it from others; ``read``: its frames as RGB images or arrays, one after the other.
     """
 
-    video: Video
     name: str
+    times: tuple[float, ...]
+    rate: float
+    content: tuple[bytes, ...]
+    read: Callable[[], Iterable[Any]]
     size: tuple[int, int]
     grid: tuple[int, int, int]
 
@@ -99,32 +108,87 @@ class FrameProcessor:
         self, rules: FrameRules, config: VisionConfig, limits: VisualLimits, dtype: torch.dtype
     ) -> None:
         self._rules, self._config, self._limits, self._dtype = rules, config, limits, dtype
+        self._files = VideoFileReader(limits)
 
-    def open(self, video: Video, name: str) -> OpenedVideo:
+    def open(self, video: Video | VideoFile, name: str) -> OpenedVideo:
         """Raises ``InvalidRequest`` naming the frame at fault, or the limit."""
-        count, limits = len(video.frames), self._limits
-        if not 0 < count <= limits.max_video_frames:
+        if isinstance(video, VideoFile):
+            return self._open_file(video, name)
+        count, most = len(video.frames), self._limits.max_pixels
+        self._check_count(count, name)
+        names = [f"{name}: frame {number}" for number in range(count)]
+        sizes = [
+            upright_size(open_image(frame, where, most), where)
+            for frame, where in zip(video.frames, names, strict=True)
+        ]
+        width, height = sizes[0]
+        for where, size in zip(names, sizes, strict=True):
+            if size != sizes[0]:
+                raise InvalidRequest(
+                    f"{where} has {size[0]} x {size[1]} pixels, the first {width} x {height}: "
+                    "frames of a video have one size"
+                )
+
+        def read() -> Iterable[Any]:
+            for frame, where in zip(video.frames, names, strict=True):
+                yield decoded(open_image(frame, where, most), where)
+
+        size, grid = self._resizing(count, height, width, name)
+        return OpenedVideo(
+            name=name, times=video.times, rate=video.rate, content=video.frames, read=read,
+            size=size, grid=grid,
+        )  # fmt: skip
+
+    def _open_file(self, video: VideoFile, name: str) -> OpenedVideo:
+        sampling, about = self._rules.sampling.asked(video), self._files.about(video.data, name)
+        try:
+            count = sampling.count(about.frames, about.fps)
+        except ValueError as error:
+            raise InvalidRequest(f"{name} of {about.frames} frames: {error}") from None
+        self._check_count(count, name)
+        size, grid = self._resizing(count, about.height, about.width, name)
+        indices = sampling.indices(about.frames, count)
+        return OpenedVideo(
+            name=name,
+            times=tuple(index / about.fps for index in indices),
+            rate=len(indices) / about.frames * about.fps,
+            content=(video.data, repr(indices).encode()),
+            read=partial(self._files.frames, video.data, about, indices, name),
+            size=size,
+            grid=grid,
+        )
+
+    def patched(self, opened: OpenedVideo) -> tuple[PatchedVisual, ...]:
+        """What the tower reads: of all frames at once, or of each time that the prompt names.
+
+        One frame at a time is decoded. Raises ``InvalidRequest`` naming one that cannot be.
+        """
+        return self._cut([_resized(frame, opened.size) for frame in opened.read()])
+
+    def seconds(self, video: OpenedVideo) -> list[float]:
+        """Of each time the mean of its first frame's and its last one's."""
+        step = self._config.frames
+        times = [*video.times, *[video.times[-1]] * (-len(video.times) % step)]
+        return [(times[at] + times[at + step - 1]) / 2 for at in range(0, len(times), step)]
+
+    def _check_count(self, count: int, name: str) -> None:
+        if not 0 < count <= self._limits.max_video_frames:
             raise InvalidRequest(
-                f"{name} has {count} frames, but max_video_frames is {limits.max_video_frames}: "
-                "send some of them, at a lower fps"
+                f"{name} has {count} frames, but max_video_frames is "
+                f"{self._limits.max_video_frames}: send some of them, at a lower fps"
                 if count
                 else f"{name} has no frames"
             )
-        sizes = [
-            upright_size(open_image(frame, where, limits.max_pixels), where)
-            for frame, where in zip(video.frames, _names(name, count), strict=True)
-        ]
-        width, height = sizes[0]
-        for number, size in enumerate(sizes):
-            if size != sizes[0]:
-                raise InvalidRequest(
-                    f"{name}: frame {number} has {size[0]} x {size[1]} pixels, the first {width} x "
-                    f"{height}: frames of a video have one size"
-                )
-        if count * width * height > limits.max_video_pixels:
+
+    def _resizing(
+        self, count: int, height: int, width: int, name: str
+    ) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Size and grid of an ``OpenedVideo``; raises ``InvalidRequest``."""
+        most = self._limits.max_video_pixels
+        if count * width * height > most:
             raise InvalidRequest(
                 f"{name} has {count} frames of {width} x {height} pixels, more than "
-                f"max_video_pixels={limits.max_video_pixels} in all; send fewer or smaller ones"
+                f"max_video_pixels={most} in all; send fewer or smaller ones"
             )
         try:
             rows, columns = self._size(count, height, width)
@@ -133,29 +197,7 @@ class FrameProcessor:
                 f"{name} of {count} frames of {width} x {height} pixels: {error}"
             ) from None
         patch = self._config.tower["patch_size"]
-        grid = -(-count // self._config.frames), rows // patch, columns // patch
-        return OpenedVideo(video=video, name=name, size=(rows, columns), grid=grid)
-
-    def patched(self, opened: OpenedVideo) -> tuple[PatchedVisual, ...]:
-        """What the tower reads: of all frames at once, or of each time that the prompt names.
-
-        One frame at a time is decoded. Raises ``InvalidRequest`` naming one that cannot be.
-        """
-        names = _names(opened.name, len(opened.video.frames))
-        return self._cut(
-            [
-                _resized(
-                    decoded(open_image(frame, where, self._limits.max_pixels), where), opened.size
-                )
-                for frame, where in zip(opened.video.frames, names, strict=True)
-            ]
-        )
-
-    def seconds(self, video: Video) -> list[float]:
-        """Of each time the mean of its first frame's and its last one's."""
-        step = self._config.frames
-        times = [*video.times, *[video.times[-1]] * (-len(video.times) % step)]
-        return [(times[at] + times[at + step - 1]) / 2 for at in range(0, len(times), step)]
+        return (rows, columns), (-(-count // self._config.frames), rows // patch, columns // patch)
 
     def _size(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Height and width that frames are resized to; ``ValueError`` says why there is none."""
@@ -207,12 +249,8 @@ class FrameProcessor:
         return tuple(PatchedVisual(pixels=p, grid=grid, merge=merge) for p, grid in each)
 
 
-def _names(video: str, count: int) -> list[str]:
-    return [f"{video}: frame {number}" for number in range(count)]
-
-
 def _resized(frame: Any, size: tuple[int, int]) -> Tensor:
-    """uint8 [3, *size] of an RGB image of Pillow."""
+    """uint8 [3, *size] of an RGB image of Pillow, or an array [height, width, 3]."""
     pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None].contiguous()
     return torch.nn.functional.interpolate(
         pixels, size, mode="bicubic", align_corners=False, antialias=True

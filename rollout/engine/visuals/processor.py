@@ -116,9 +116,9 @@ class VisualProcessor:
             placed.append(PlacedVisual(visual=visual, start=start))
         begin = iter(video_starts)
         for video in videos:
-            pace = self._config.second * self._config.frames / video.video.rate
+            pace = self._config.second * self._config.frames / video.rate
             make = partial(self._taken(where).patched, video)
-            for visual in self._once("video", video.video.frames, make):
+            for visual in self._once("video", video.content, make):
                 placed.append(PlacedVisual(visual=visual, start=next(begin), pace=pace))
         placed.sort(key=lambda one: one.start)
         self._check_lasting(placed, len(expanded), where)
@@ -163,7 +163,7 @@ class VisualProcessor:
         begin, end = self._config.frame_ends
         before = None
         if (encode := self._encode) is not None:
-            texts = [f"<{second:.1f} seconds>" for second in self._taken("").seconds(video.video)]
+            texts = [f"<{second:.1f} seconds>" for second in self._taken("").seconds(video)]
             before = [[*encode(text), begin] for text in texts]
         count = self._tokens(video) // video.grid[0]
         return TimedVideo(times=video.grid[0], before=before, count=count, end=end)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.api.video_inputs import TIMES
+from rollout.api.video_inputs import FIELDS
 from rollout.api.visual_inputs import IMAGE_KINDS, VIDEO_KINDS, part_url
 from rollout.errors import InvalidRequest
 
@@ -62,7 +62,7 @@ def _part(where: str, part: Any) -> dict[str, Any]:
     if isinstance(part, Mapping) and kind in IMAGE_KINDS:
         return {"type": "image_url", "image_url": {"url": part_url(where, part)}}
     if isinstance(part, Mapping) and kind in VIDEO_KINDS:
-        said = {name: part[name] for name in TIMES if part.get(name) is not None}
+        said = {name: part[name] for name in FIELDS if part.get(name) is not None}
         return {"type": "video_url", "video_url": {"url": part_url(where, part)}, **said}
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
