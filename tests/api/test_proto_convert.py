@@ -18,6 +18,7 @@ from rollout.generation import (
     SamplingParams,
     VersionSpan,
     Video,
+    VideoFile,
     VisualPrompt,
     Visuals,
 )
@@ -84,7 +85,8 @@ def test_a_prompt_that_has_no_wire_form_is_an_invalid_request(prompt):
 
 def test_what_a_prompt_shows_survives():
     video = Video(frames=(b"a", b"b"), times=(0.1, 1 / 3), rate=2.5)
-    prompt = VisualPrompt([1, 2], Visuals(images=(b"c",), videos=(video, video)))
+    file = VideoFile(data=b"d", fps=0.1, min_frames=3, do_sample_frames=False)
+    prompt = VisualPrompt([1, 2], Visuals(images=(b"c",), videos=(video, file)))
     assert prompt_from_proto(through(prompt_to_proto(prompt, "id"))) == prompt
     for wrong in (pb.Video(frames=[b"a"], rate=1), pb.Video(), pb.Video(rate=float("nan"))):
         with pytest.raises(InvalidRequest, match="a time for each frame, and a rate above 0"):
