@@ -390,5 +390,5 @@ def test_a_header_that_claims_too_many_frames_ends_within_the_bounds():
 
 def test_without_pyav_a_file_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(InvalidRequest, match=r"pip install 'rollout\[video\]'.* send its frames"):
+    with pytest.raises(InvalidRequest, match=r"-e '.\[video\]'; .* send its frames"):
         READER.about(b"", "it")

@@ -73,8 +73,8 @@ class VideoFileReader:
         """A child at work, which has ended afterwards."""
         if importlib.util.find_spec("av") is None:
             raise InvalidRequest(
-                f"{name} is a file, which needs PyAV: pip install 'rollout[video]' where the "
-                f"engine runs, {_FRAMES}"
+                f"{name} is a file, which needs PyAV where the engine runs: in a checkout, "
+                f"pip install -c constraints.txt -e '.[video]'; {_FRAMES}"
             )
         bounds = {"seconds": self._deadline, "max_pixels": self._limits.max_pixels}
         with tempfile.TemporaryFile() as file:
