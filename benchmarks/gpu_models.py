@@ -327,21 +327,13 @@ class Model:
 
 def greedy(rows: int) -> SamplingMetadata:
     """Settings of rows that take the likeliest token."""
-    none = np.empty(0, np.int64)
     return SamplingMetadata(
         numbers=np.tile(np.array([0, 1, 0, 1, 0, 0], np.float32), (rows, 1)),
         top_k=np.zeros(rows, np.int64),
         seeds=np.zeros(rows, np.int64),
         counters=np.zeros(rows, np.int64),
-        targets=none,
+        targets=np.empty(0, np.int64),
         num_top=np.full(rows, -1, np.int64),
-        edit_rows=none,
-        edit_ids=none,
-        edit_values=np.empty(0, np.float32),
-        seen_ids=none,
-        seen_counts=np.empty(0, np.float32),
-        seen_rows=none,
-        seen_starts=np.zeros(1, np.int64),
     )
 
 

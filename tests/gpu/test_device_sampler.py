@@ -30,7 +30,7 @@ SETTINGS = (  # temperature, top_p, min_p, top_k
 
 def _batch(*, edited: bool = False, top: int = -1) -> SamplingMetadata:
     """``edited``: of rows one has a bias, one penalties, one few tokens to draw, one a mask."""
-    rows, none = len(SETTINGS), np.empty(0, np.int64)
+    rows = len(SETTINGS)
     plain = SamplingMetadata(
         numbers=np.array([(t, p, m, 1, 0, 0) for t, p, m, _ in SETTINGS], np.float32),
         top_k=np.array([k for *_, k in SETTINGS], np.int64),
@@ -38,13 +38,6 @@ def _batch(*, edited: bool = False, top: int = -1) -> SamplingMetadata:
         counters=np.arange(rows) * 3,
         targets=np.array([4, 17], np.int64),
         num_top=np.full(rows + 2, top, np.int64),
-        edit_rows=none,
-        edit_ids=none,
-        edit_values=np.empty(0, np.float32),
-        seen_ids=none,
-        seen_counts=np.empty(0, np.float32),
-        seen_rows=none,
-        seen_starts=np.zeros(1, np.int64),
     )
     if not edited:
         return plain

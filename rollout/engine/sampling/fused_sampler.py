@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,7 +18,14 @@ from rollout.engine.sampling.metadata import (
     SamplingMetadata,
     process_logits,
 )
-from rollout.engine.sampling.sampler import Sampler, alternatives, kept_sets, slices, uniforms
+from rollout.engine.sampling.sampler import (
+    Sampler,
+    alternatives,
+    kept_sets,
+    neighbours,
+    slices,
+    uniforms,
+)
 from rollout.generation import GREEDY_BELOW
 from rollout.kernels import sample, scan_logits
 from rollout.kernels.gpu_support import triton_runs
@@ -131,8 +137,7 @@ def _runs(sampling: SamplingMetadata) -> list[tuple[int, int]]:
     kinds[: len(sampling.top_modes)][sampling.top_modes > 0] = 2
     tempered = sampling.target_temperatures != 1
     kinds[sampling.num_sampled :][: len(tempered)][tempered] = 2
-    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
-    return list(pairwise(edges))
+    return neighbours(kinds)
 
 
 def has_filters(sampling: SamplingMetadata) -> bool:

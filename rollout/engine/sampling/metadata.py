@@ -35,6 +35,10 @@ def _none() -> Floats:
     return np.empty(0, np.float32)
 
 
+def _no_rows() -> Ints:
+    return np.empty(0, np.int64)
+
+
 def _no_pairs() -> Ints:
     return np.empty((0, 2), np.int64)
 
@@ -59,20 +63,19 @@ class SamplingMetadata:
     counters: Ints  # [S]: position of the token that is drawn
     targets: Ints  # [P]: the known tokens
     num_top: Ints  # [S + P]: alternatives; 0: the token alone, -1: no report
-    edit_rows: Ints  # [edits]
-    edit_ids: Ints  # [edits]
-    edit_values: Floats  # [edits]
-    seen_ids: Ints  # [tokens]
-    seen_counts: Floats  # [tokens]
-    seen_rows: Ints  # [penalised]
-    seen_starts: Ints  # [penalised + 1]
+    edit_rows: Ints = field(default_factory=_no_rows)  # [edits]
+    edit_ids: Ints = field(default_factory=_no_rows)  # [edits]
+    edit_values: Floats = field(default_factory=_none)  # [edits]
+    seen_ids: Ints = field(default_factory=_no_rows)  # [tokens]
+    seen_counts: Floats = field(default_factory=_none)  # [tokens]
+    seen_rows: Ints = field(default_factory=_no_rows)  # [penalised]
+    seen_starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # [penalised + 1]
     allowed: Ints = field(default_factory=_no_pairs)  # [pairs, 2]: row, token; mask its others
-    mask_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [masked]
+    mask_rows: Ints = field(default_factory=_no_rows)  # [masked]
     mask_bits: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
-    top_modes: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # [S]; empty: all raw
+    top_modes: Ints = field(default_factory=_no_rows)  # [S]; empty: all raw
     target_temperatures: Floats = field(default_factory=_none)  # [P]; empty: 1 for all
-    # [rows] that tell what is left to them
-    kept_rows: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    kept_rows: Ints = field(default_factory=_no_rows)  # [rows] that tell what is left to them
 
     @property
     def num_sampled(self) -> int:
@@ -111,8 +114,8 @@ class SamplingMetadata:
             targets=targets,
             num_top=np.array(top, np.int64),
             top_modes=_unless(np.array([*map(TOP_MODES.index, modes)], np.int64), 0),
-            **_edits(edited, coming) if edited else _NO_EDITS,
-            **_seen(penalised) if penalised else _NONE_SEEN,
+            **_edits(edited, coming) if edited else {},
+            **_seen(penalised) if penalised else {},
             mask_rows=np.array([row for row, _ in masked], np.int64),
             mask_bits=np.stack([m for _, m in masked]) if masked else np.empty((0, 0), np.int32),
             target_temperatures=np.array([t for _, t in scored if tempered], np.float32),
@@ -191,19 +194,16 @@ class SamplingMetadata:
         edits, edit_rows = _of_rows(self.edit_rows, rows)
         allowed, allowed_rows = _of_rows(self.allowed[:, 0], rows)
         return SamplingMetadata(
-            **_EMPTY
-            | {
-                "numbers": self.numbers[rows],
-                "top_k": self.top_k[rows],
-                "seeds": self.seeds[rows],
-                "counters": self.counters[rows],
-                "num_top": np.full(len(rows), -1),
-                **_NONE_SEEN,
-                "edit_rows": edit_rows,
-                "edit_ids": self.edit_ids[edits],
-                "edit_values": self.edit_values[edits],
-                "allowed": np.stack([allowed_rows, self.allowed[allowed, 1]], 1),
-            }
+            numbers=self.numbers[rows],
+            top_k=self.top_k[rows],
+            seeds=self.seeds[rows],
+            counters=self.counters[rows],
+            targets=_no_rows(),
+            num_top=np.full(len(rows), -1),
+            edit_rows=edit_rows,
+            edit_ids=self.edit_ids[edits],
+            edit_values=self.edit_values[edits],
+            allowed=np.stack([allowed_rows, self.allowed[allowed, 1]], 1),
         )
 
 
@@ -231,11 +231,6 @@ def _empty(name: str) -> NDArray[Any]:
 
 #: what a field of ``SamplingMetadata`` is where it holds nothing
 _EMPTY = {f.name: _empty(f.name) for f in fields(SamplingMetadata)}
-_NO_EDITS = {name: _EMPTY[name] for name in ("edit_rows", "edit_ids", "edit_values", "allowed")}
-_NONE_SEEN: dict[str, Any] = {
-    **{name: _EMPTY[name] for name in ("seen_ids", "seen_counts", "seen_rows")},
-    "seen_starts": np.zeros(1, np.int64),
-}
 
 
 def process_logits(values: Tensor, sampling: SamplingMetadata) -> None:
@@ -354,4 +349,4 @@ def _joined(owned: list[tuple[int, Ints]]) -> tuple[Ints, Ints]:
     """Tokens of rows, one behind the other: whose they are, and they."""
     owners = [row for row, _ in owned]
     rows = np.repeat(np.array(owners, np.int64), [len(tokens) for _, tokens in owned])
-    return rows, np.concatenate([np.empty(0, np.int64), *(tokens for _, tokens in owned)])
+    return rows, np.concatenate([_no_rows(), *(tokens for _, tokens in owned)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,8 +113,13 @@ def _runs(sampling: SamplingMetadata) -> list[tuple[int, int, bool]]:
     edited = np.zeros(sampling.num_rows, dtype=bool)
     for rows in sampling.processed_rows:
         edited[rows] = True
-    edges = [0, *(np.flatnonzero(edited[1:] != edited[:-1]) + 1).tolist(), len(edited)]
-    return [(a, b, bool(edited[a])) for a, b in pairwise(edges) if a < b] or [(0, 0, False)]
+    return [(a, b, bool(edited[a])) for a, b in neighbours(edited)] or [(0, 0, False)]
+
+
+def neighbours(kinds: NDArray[Any]) -> list[tuple[int, int]]:
+    """Rows of one kind that stand together: (first, end)."""
+    edges = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), len(kinds)]
+    return [(first, end) for first, end in pairwise(edges) if first < end]
 
 
 def _sample(logits: Tensor, sampling: SamplingMetadata, values: Tensor | None) -> SamplerOutput:
