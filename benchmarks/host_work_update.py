@@ -16,13 +16,10 @@ of their medians over the rounds are printed, too.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,17 +28,10 @@ import beside
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import rollout.engine.worker.weight_reader as reading
-import rollout.engine.worker.worker as worker
-import rollout.weight_sync.trainer.bucket_sender as bucket_sender
-import rollout.weight_sync.trainer.sources.values as values
 from rollout import Rollout
-from rollout.weight_sync import transports
-from rollout.weight_sync.transports import cuda_ipc, cuda_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu" / "pretended"))
 
-UUID = "5e1f0000-0000-4000-8000-00000000ca40"
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "device": "cpu",
@@ -58,48 +48,10 @@ def take_cpu_for_a_gpu() -> None:
     """A CPU's tensors are read where they lie, and digested in few calls; files are mapped as the
     memory of a GPU is.
     """
-    from pretended_cuda.sharing import Runtime
+    from pretended_cuda.on_cpu import replacements
 
-    stream = types.SimpleNamespace(synchronize=lambda: None, cuda_stream=0)
-    cuda = types.SimpleNamespace(
-        is_available=lambda: True,
-        current_device=lambda: 0,
-        current_stream=lambda device=None: stream,
-        synchronize=lambda device=None: None,
-        device=lambda device: contextlib.nullcontext(),
-    )
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-    fake: Any = Torch()
-    fake.cuda, fake.device, fake.as_tensor = cuda, lambda *_: torch.device("cpu"), mapped_tensor
-    for module in (values, cuda_ipc, cuda_memory):
-        vars(module)["torch"] = fake
-    for module in (cuda_ipc, cuda_memory, worker):
-        vars(module)["gpu_uuid"] = lambda device: UUID
-    cuda_ipc.device_of = lambda uuid: torch.device("cpu")
-    worker.reached_gpus = lambda device: [UUID]
-    cuda_memory.Runtime = Runtime  # type: ignore[misc, assignment]
-    transports.MODULES["ipc/cpu"] = transports.MODULES["ipc/cuda"]
-    reading._alone = lambda model: False
-
-    sender: Any = bucket_sender.BucketSender
-    begin = sender.__init__
-
-    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        self._small = True
-
-    sender.__init__ = begun
-
-
-def mapped_tensor(memory: Any, *_: Any, **__: Any) -> torch.Tensor:
-    found = memory.__cuda_array_interface__
-    held: Any = (ctypes.c_uint8 * found["shape"][0]).from_address(found["data"][0])
-    held.owner = memory
-    return torch.frombuffer(held, dtype=torch.uint8)
+    for owner, name, value in replacements():
+        setattr(owner, name, value)
 
 
 def make_model(layers: int) -> LlamaForCausalLM:

@@ -107,6 +107,8 @@ class MegatronSource:
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         return [(part.box, part.values) for part in self._parts.get(name, ())]
 
+    held_values = local_values  # a part's values are the model's, or this source's own
+
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """One gather for each tensor, for what cannot read boxes where they lie."""

@@ -24,7 +24,7 @@ from rollout.kernels.region_table import RegionTables
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
-from rollout.models.weight_io.load import WeightLoad, WholePlan
+from rollout.models.weight_io.load import LoadPlan, NamedBox, WeightLoad
 from rollout.models.weight_io.table import IGNORED, ParamSpec, WeightTable, check_table
 from rollout.weights import PLAIN, Box, LazyTensor, Shape, TensorMeta, WeightSlot, WeightValue
 from rollout.weights.names import EMBEDDING, HEAD, weight_dtype
@@ -105,7 +105,7 @@ class _ForeignLoad(WeightLoad):
         *ours, self._load = args
         super().__init__(*ours, tables=tables)
 
-    def plan_whole(self, names: Sequence[str]) -> WholePlan | None:
+    def plan(self, parts: Sequence[NamedBox]) -> LoadPlan | None:
         return None
 
     def _write(self, name: str, value: WeightValue) -> int:

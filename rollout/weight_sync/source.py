@@ -1,5 +1,10 @@
 """What a source of one's own implements: see docs/weight_sync.md."""
 
-from rollout.weight_sync.trainer.sources.base import LocalSource, PlacingSource, WeightSource
+from rollout.weight_sync.trainer.sources.base import (
+    HeldSource,
+    LocalSource,
+    PlacingSource,
+    WeightSource,
+)
 
-__all__ = ["LocalSource", "PlacingSource", "WeightSource"]
+__all__ = ["HeldSource", "LocalSource", "PlacingSource", "WeightSource"]

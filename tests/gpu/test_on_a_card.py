@@ -505,22 +505,43 @@ import json, sys, torch, torch.distributed as dist
 from safetensors.torch import load_file
 from card_engines import GREEDY, PROMPTS, card_settings
 from rollout import Rollout
+from rollout.weight_sync.agreement import Agreement
+from rollout.weights import Box, TensorMeta
 path, meet, rank = sys.argv[1:]
 dist.init_process_group("gloo", init_method="file://" + meet, rank=int(rank), world_size=2)
 torch.cuda.set_device(int(rank))
-held = {name: x.mul_(1.5).cuda() for name, x in load_file(path + "/model.safetensors").items()}
+first = load_file(path + "/model.safetensors")
+held = {name: x.mul(1.5).cuda() for name, x in first.items()}
+class Rows:  # of which this rank has its half, in memory of its own card
+    def __init__(self):
+        self.agreement = Agreement.over((0, 1), 60.0)
+        self.halves = {}
+        for name, x in first.items():
+            at, of = int(rank), len(x) // 2
+            box = Box((at * of,) + (0,) * (x.dim() - 1), ((at + 1) * of,) + tuple(x.shape[1:]))
+            self.halves[name] = [(box, x[box.slices].cuda())]
+    def metadata(self):
+        return tuple(TensorMeta(name, x.dtype, tuple(x.shape)) for name, x in first.items())
+    def local_boxes(self):
+        return [(name, [box for box, _ in found]) for name, found in self.halves.items()]
+    def local_values(self, name):
+        return self.halves[name]
+    held_values = local_values
+    def __iter__(self):
+        raise AssertionError("this update gathers")
+told = []
 with Rollout.from_ranks(path, **card_settings(cuda_graphs="off")) as ranks:
-    tokens, receipt = [], None
-    for source in (None, held):
+    for source in (None, held, Rows(), held, Rows()):
         receipt = ranks.update_weights(source) if source else None
-        tokens.append([out.outputs[0].token_ids for out in ranks.generate(PROMPTS, GREEDY)])
-print(json.dumps([tokens, receipt.transport, receipt.details["read_in_place"]]))
+        tokens = [out.outputs[0].token_ids for out in ranks.generate(PROMPTS, GREEDY)]
+        told.append([tokens, receipt and [receipt.transport, receipt.details["read_in_place"]]])
+print(json.dumps(told))
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
-def test_processes_of_a_job_are_ranks_on_cards_and_map_what_the_first_one_holds(
+def test_processes_of_a_job_are_ranks_on_cards_and_map_what_they_hold(
     tiny_qwen3: Path, trained: Any, tmp_path: Path
 ) -> None:
     with card_engine(tiny_qwen3, device="cpu") as one:
@@ -541,7 +562,10 @@ def test_processes_of_a_job_are_ranks_on_cards_and_map_what_the_first_one_holds(
             job.kill()
             job.wait()
     count = len(trained.state_dict())
-    assert [json.loads(line) for [line] in told] == [[wanted, "ipc", f"{count} tensors"]] * RANKS
+    whole, halves = f"{count} tensors", f"{2 * count} boxes of {count} tensors"
+    first, second = ([wanted[0], ["ipc", halves]], [wanted[1], ["ipc", whole]])
+    course = [[wanted[0], None], second, first, second, first]
+    assert [json.loads(line) for [line] in told] == [course] * RANKS
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")

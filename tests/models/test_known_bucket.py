@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from rollout.models.weight_io.known_bucket import KnownBucket
-from rollout.models.weight_io.load import WholePlan
+from rollout.models.weight_io.load import LoadPlan
 
 SHAPES = ((3, 4), (5,))
 STRIDES = ([4, 1], [1])
-PLAN = WholePlan(("a", "b"), SHAPES, (), (), (), 0)
+PLAN = LoadPlan((("a", None), ("b", None)), SHAPES, (), (), (), 0)
 
 
 def _known(starts: tuple[tuple[int, int], ...], sizes: list[int]) -> KnownBucket:

@@ -465,10 +465,10 @@ def test_whole_tensors_by_a_plan_leave_the_bits_of_feeding_them(tiny, place):
     config, first, second = tiny
     live = cold(config, first, place)
     load = live.begin_load()
-    plan = load.plan_whole([*second])
+    plan = load.plan(_wholes(second))
     for weights in (second, {name: value.bfloat16() for name, value in first.items()}):
-        assert load.feed_whole(plan, [*weights.values()])
-        assert not load.feed_whole(plan, [*weights.values()])  # they were sent already
+        assert load.feed_planned(plan, [*weights.values()])
+        assert not load.feed_planned(plan, [*weights.values()])  # they were sent already
         assert load.finish().nbytes == plan.nbytes
         assert_same_bits(live, cold(config, weights, place))
         noted = empty(config, place)
@@ -477,20 +477,65 @@ def test_whole_tensors_by_a_plan_leave_the_bits_of_feeding_them(tiny, place):
         load = live.begin_load()
     cut = [value[1:] if name == NORM else value for name, value in second.items()]
     before = bits(live)
-    assert not load.feed_whole(plan, cut)
-    assert not load.feed_whole(plan, [value.int() for value in second.values()])
+    assert not load.feed_planned(plan, cut)
+    assert not load.feed_planned(plan, [value.int() for value in second.values()])
     assert all(torch.equal(value, before[name]) for name, value in bits(live).items())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_boxes_by_a_plan_leave_the_bits_of_whole_tensors(tiny, place):
+    """As FSDP and tensor parallelism cut them, beside what nobody has cut."""
+    config, first, second = tiny
+    live = cold(config, first, place)
+    load = live.begin_load()
+    parts = [
+        (name, box if value.dim() > 1 else None)
+        for name, value in second.items()
+        for box in (_cut(value) if value.dim() > 1 else [None])
+    ]
+    plan = load.plan(parts)
+    for weights in (second, {name: value.bfloat16() for name, value in first.items()}):
+        values = [weights[n] if box is None else weights[n][box.slices] for n, box in parts]
+        assert load.feed_planned(plan, values)
+        assert not load.feed_planned(plan, values)  # they were sent already
+        assert load.finish().nbytes == plan.nbytes
+        assert_same_bits(live, cold(config, weights, place))
+        load = live.begin_load()
+    name, [some, *_] = EMBED, _cut(second[EMBED])
+    assert load.feed_planned(load.plan([(name, some)]), [second[name][some.slices]])
+    assert not load.feed_planned(load.plan([(name, None)]), [second[name]])  # some of it came
+    with pytest.raises(WeightMismatch, match=f"{{.*{name}.*}}"):  # and not the rest
+        load.finish()
+    load = live.begin_load()
+    assert load.feed_planned(load.plan([(name, None)]), [second[name]])
+    assert not load.feed_planned(load.plan([(name, some)]), [second[name][some.slices]])
+
+
+def _cut(value):
+    """Rows among three ranks, the last one's columns between two."""
+    rows, columns = value.shape
+    third, half = -(-rows // 3), columns // 2
+    return [
+        Box((0, 0), (third, columns)),
+        Box((third, 0), (2 * third, columns)),
+        Box((2 * third, 0), (rows, half)),
+        Box((2 * third, half), (rows, columns)),
+    ]
+
+
+def _wholes(names):
+    return [(name, None) for name in names]
 
 
 def test_what_is_more_than_a_copy_has_no_plan(tiny, tied):
     config, first, _ = tiny
     load = cold(config, first, layout="tiles", dtype=torch.bfloat16).begin_load()
-    assert load.plan_whole([NORM]) is not None
-    assert load.plan_whole(["model.layers.0.mlp.down_proj.weight"]) is None
+    assert load.plan(_wholes([NORM])) is not None
+    assert load.plan(_wholes(["model.layers.0.mlp.down_proj.weight"])) is None
     load = cold(config, first).begin_load()
-    assert load.plan_whole([NORM, NORM]) is None
-    assert load.plan_whole([NORM, "model.unknown.weight"]) is None
+    assert load.plan(_wholes([NORM, NORM])) is None
+    assert load.plan(_wholes([NORM, "model.unknown.weight"])) is None
     config, weights = tied
     load = cold(config, weights).begin_load()
-    assert load.plan_whole([name for name in weights if name != HEAD]) is not None
-    assert load.plan_whole([HEAD]) is None
+    assert load.plan(_wholes(name for name in weights if name != HEAD)) is not None
+    assert load.plan(_wholes([HEAD])) is None

@@ -190,6 +190,7 @@ class Engine:
     local_address = "127.0.0.1"
     state, parked = "running", False
     joins = False
+    reads_on = ""  # where the rank in the trainer's own process runs
 
     def digests(self, timeout: float):
         return self.coordinator.digests(timeout)

@@ -168,7 +168,7 @@ def test_a_buckets_regions_are_unmapped_with_the_last_view_and_none_reaches_beyo
 
     def mapped(sizes_and_handles: list[tuple[int, bytes]]) -> list[Any]:
         regions = cuda_ipc._Regions(SECRET, torch.device("cpu"), reads, torch.zeros(1))
-        return list(regions.map(sizes_and_handles))
+        return list(regions.map_all(sizes_and_handles))
 
     first, second = mapped(wanted)
     assert [first.pointer, second.pointer] == [4096, 8192]

@@ -15,7 +15,8 @@ from torch import Tensor
 from rollout.engine.worker.staged_load import _known
 from rollout.errors import ConfigError, TransferFailed, WeightMismatch
 from rollout.weight_sync.protocol.bucket import ALIGNMENT, check_size, read_in_place, unpack
-from rollout.weight_sync.protocol.bucket_packer import BucketPacker, InPlaceHeaders
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
+from rollout.weight_sync.protocol.in_place import Given, InPlaceHeaders
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weight_sync.trainer.transfer_stats import PlacesInPlace
 from rollout.weight_sync.transports.inline import InlineReceiver
@@ -262,25 +263,32 @@ def test_headers_and_places_are_made_again_only_for_other_tensors() -> None:
     headers, digested = InPlaceHeaders(), PlacesInPlace()
     tensors = [("a", torch.zeros(2, 3)), ("b", torch.zeros(4))]
     header = headers.header(0, tensors)
-    entries = headers.placed(header, [(0, 64), (1, 0)])
+    dtypes = (torch.float32, torch.float32)
+    given = [Given(("x", "y"), ((0, 64), (1, 0)), dtypes)]
+    entries = headers.placed(header, given)
     assert [(entry.region, entry.offset) for entry in entries] == [(0, 64), (1, 0)]
     as_they_are = digested.of(header, lambda name, dtype: dtype)
     assert headers.header(0, list(tensors)) is header
-    assert headers.placed(header, [(0, 64), (1, 0)]) is entries
+    assert headers.placed(header, list(given)) is entries
     assert digested.of(header, lambda name, dtype: dtype) is as_they_are
-    moved = headers.placed(header, [(0, 64), (0, 256)])
-    assert [(entry.region, entry.offset) for entry in moved] == [(0, 64), (0, 256)]
+    behind = [Given(("x",), ((0, 64),), dtypes[:1]), Given(("y",), ((0, 256),), dtypes[1:])]
+    moved = headers.placed(header, behind)  # of two processes, one's regions after the other's
+    assert [(entry.region, entry.offset) for entry in moved] == [(0, 64), (1, 256)]
+    narrow = [Given(("x",), ((0, 64), (0, 256)), (torch.bfloat16, torch.bfloat16))]
+    assert [(x.dtype, x.nbytes) for x in headers.placed(header, narrow)] == [
+        (torch.bfloat16, 2 * x.box.numel) for x in header.entries
+    ]
     cast = digested.of(header, lambda name, dtype: torch.bfloat16)
     assert [place.dtype for place in cast] == [torch.bfloat16] * 2
     other = headers.header(0, [("a", torch.zeros(3, 2)), ("b", torch.zeros(4))])
-    assert headers.placed(other, [(0, 64), (0, 256)])[0].shape == (3, 2)
+    assert headers.placed(other, behind)[0].shape == (3, 2)
     assert digested.of(other, lambda name, dtype: dtype)[0].shape == (3, 2)
 
 
 def test_a_bucket_is_known_only_where_its_entries_begin_at_whole_elements() -> None:
     region = torch.zeros(64, dtype=torch.uint8)
     lies = BucketEntry("a", torch.float32, (4,), Box.full((4,)), 2, 16, region=0)
-    load = SimpleNamespace(plan_whole=lambda names: SimpleNamespace(shapes=((4,),)))
+    load = SimpleNamespace(plan=lambda parts: SimpleNamespace(shapes=((4,),)))
     for offset, known in ((2, False), (4, True)):
         header = BucketHeader(0, (dataclasses.replace(lies, offset=offset),), 0)
         found = _known(header, [region], None, load)  # type: ignore[arg-type]

@@ -16,10 +16,10 @@ from rollout.models.adapters.model import AdapterModel
 from rollout.models.adapters.slots import AdapterSlots
 from rollout.models.model import Model
 from rollout.models.weight_io.known_bucket import KnownBucket
-from rollout.models.weight_io.load import WeightLoad
+from rollout.models.weight_io.load import NamedBox, WeightLoad
 from rollout.models.weight_io.raw_load import RawLoad
 from rollout.weight_sync.protocol.bucket import read_in_place
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest
+from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, UpdateRequest
 from rollout.weights import Box, CellPatch, WeightSlot, WeightValue
 from rollout.weights.components import (
     adapter_component,
@@ -86,7 +86,7 @@ class StagedLoad:
         known = model.known.get(header.index)
         if known is not None and known.entries is header.entries:
             values = known.values(regions)
-            if values is not None and load.feed_whole(known.plan, values):
+            if values is not None and load.feed_planned(known.plan, values):
                 return None
         self.feed(read_in_place(header, regions))
         known = _known(header, regions, part, load)
@@ -153,20 +153,18 @@ class StagedLoad:
 def _known(
     header: BucketHeader, regions: Sequence[Tensor], part: str | None, load: WeightLoad
 ) -> KnownBucket | None:
-    """Where every entry is a whole tensor, and of ``part``; they have been checked."""
+    """Where every entry is of ``part``; they have been checked."""
     entries, lies = header.entries, []
     for entry in entries:
         if (
             entry.region is None
-            or entry.box != Box.full(entry.shape)
             or entry.offset % entry.dtype.itemsize
             or _adapter(entry.name) != part
         ):
             return None
         first = entry.offset // entry.dtype.itemsize
-        lies.append((entry.region, first, row_major(entry.shape)))
-    names = [entry.name if part is None else own_name(entry.name) for entry in entries]
-    plan = load.plan_whole(names)
+        lies.append((entry.region, first, row_major(entry.box.shape)))
+    plan = load.plan([_named_box(entry, part) for entry in entries])
     if plan is None:
         return None
     return KnownBucket(
@@ -176,6 +174,11 @@ def _known(
         dtypes=[entry.dtype for entry in entries],
         plan=plan,
     )
+
+
+def _named_box(entry: BucketEntry, part: str | None) -> NamedBox:
+    name = entry.name if part is None else own_name(entry.name)
+    return name, None if entry.box == Box.full(entry.shape) else entry.box
 
 
 def _adapter(name: str) -> str | None:

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.models.weight_io.load import WholePlan
+from rollout.models.weight_io.load import LoadPlan
 
 ALIGNED = 16  # bytes: the longest element of any dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownBucket:
-    """Whole tensors in regions of the sender's memory, each checked when they came first.
+    """Tensors and boxes in regions of the sender's memory, each checked when they came first.
 
     ``entries``: of the header, the same object whenever it comes again. ``sizes``: bytes of each
-    region. ``lies``: of each tensor its region, the first of its elements there, and its strides.
+    region. ``lies``: of each value its region, the first of its elements there, and its strides.
     """
 
     entries: object
     sizes: Sequence[int]
     lies: Sequence[tuple[int, int, list[int]]]
     dtypes: Sequence[torch.dtype]
-    plan: WholePlan
+    plan: LoadPlan
 
     def values(self, regions: Sequence[Tensor]) -> list[Tensor] | None:
-        """The tensors in regions of today; None where those are not as they were."""
+        """The values in regions of today; None where those are not as they were."""
         if len(regions) != len(self.sizes):
             return None
         found = []
@@ -38,7 +38,7 @@ class KnownBucket:
         ):
             region = regions[index]
             if region.dtype == dtype and region.shape == shape:
-                found.append(region)  # the tensor itself
+                found.append(region)  # the value itself
                 continue
             if (whole := elements.get((index, dtype))) is None:
                 if not self._is_flat(region, index):

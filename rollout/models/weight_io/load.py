@@ -33,6 +33,7 @@ from rollout.weights.names import HEAD, is_idle_bias, nearest, placed, weight_dt
 from rollout.weights.spellings import Splitter
 
 log = logging.getLogger(__name__)
+NamedBox = tuple[str, Box | None]  # a tensor's name, and which box of it: None for the whole
 HINTS = 16  # unknown names of one load whose nearest is searched for
 
 
@@ -46,13 +47,13 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class WholePlan:
-    """Where whole tensors of these names go; ``targets``: as they lie in memory, ``takes``: of each
-    the index of its tensor, the part of that which goes there, and the shape that it has there
-    (None: all of it, and its own).
+class LoadPlan:
+    """Where values go, each of these shapes a tensor's, or a box's of it; ``targets``: as they lie
+    in memory, ``takes``: of each the index of its value, the part of that which goes there, and the
+    shape that it has there (None: all of it, and its own).
     """
 
-    names: tuple[str, ...]
+    parts: tuple[NamedBox, ...]
     shapes: tuple[Shape, ...]
     targets: tuple[Tensor, ...]
     takes: tuple[tuple[int, tuple[slice, ...] | None, Shape | None], ...]
@@ -110,54 +111,53 @@ class WeightLoad:
             self._consume(items)
         self._raise_problems()
 
-    def plan_whole(self, names: Sequence[str]) -> WholePlan | None:
-        """For ``feed_whole``, in this load and in later ones of the same table and storages, as
+    def plan(self, parts: Sequence[NamedBox]) -> LoadPlan | None:
+        """For ``feed_planned``, in this load and in later ones of the same table and storages, as
         long as those lie where they are.
 
         None where what comes under one of the names is more than a copy: it has another name here
-        or is split, is quantised or an alias, or lies in tiles.
+        or is split, is quantised or an alias, or lies in tiles; or where some of it comes twice.
         """
         table = self._table
-        if len({*names}) != len(names):
+        if len({*parts}) != len(parts):
             return None
         shapes: list[Shape] = []
         targets: list[Tensor] = []
         takes: list[tuple[int, tuple[slice, ...] | None, Shape | None]] = []
         params: dict[str, None] = {}
         nbytes = 0
-        for index, name in enumerate(names):
+        for index, (name, box) in enumerate(parts):
             slots = table.slots.get(name)
             if not slots or name in table.aliases or placed(name, table.prefixes) != name:
                 return None
-            shapes.append(slots[0].shape)
+            of = Box.full(slots[0].shape) if box is None else box
+            shapes.append(of.shape)
             if table.spellings.respells(name, slots[0].shape):
                 return None
             for slot in slots:
                 if slot in table.quantized:
                     return None
-                if not slot.take.numel:
+                if (common := slot.take.intersect(of)) is None or not common.numel:
                     continue
-                if (target := self._io.target(slot)) is None:
+                if (target := self._io.target(slot, common)) is None:
                     return None
                 targets.append(target)
-                whole, shape = slot.take == Box.full(slot.shape), tuple(target.shape)
-                part, other = None if whole else slot.take.slices, shape != slot.take.shape
-                takes.append((index, part, shape if other else None))
+                back, shape = tuple(-start for start in of.starts), tuple(target.shape)
+                part = None if common == of else common.shifted(back).slices
+                takes.append((index, part, shape if shape != common.shape else None))
                 params[slot.param] = None
-                nbytes += slot.take.numel * weight_dtype(name, self._dtype).itemsize
-        return WholePlan(
-            *(tuple(names), tuple(shapes), tuple(targets), tuple(takes), tuple(params), nbytes)
+                nbytes += common.numel * weight_dtype(name, self._dtype).itemsize
+        return LoadPlan(
+            *(tuple(parts), tuple(shapes), tuple(targets), tuple(takes), tuple(params), nbytes)
         )
 
-    def feed_whole(self, plan: WholePlan, values: Sequence[Tensor]) -> bool:
-        """As ``feed`` of tensors by the plan's names, at once; False where nothing was written, as
-        something would be refused: ``feed`` says what.
+    def feed_planned(self, plan: LoadPlan, values: Sequence[Tensor]) -> bool:
+        """As ``feed`` of these values, at once; False where nothing was written, as something would
+        be refused: ``feed`` says what.
         """
         if any(v.shape != shape for v, shape in zip(values, plan.shapes, strict=True)):
             return False
-        if not {value.dtype for value in values} <= CASTABLE or not self._seen.isdisjoint(
-            plan.names
-        ):
+        if not {value.dtype for value in values} <= CASTABLE or self._has_some(plan):
             return False
         parts = (
             (values[i] if part is None else values[i][part], shape) for i, part, shape in plan.takes
@@ -168,9 +168,19 @@ class WeightLoad:
                 self._io.copy(plan.targets, sources)
         for param in plan.params:
             self.journal.note_whole(param)
-        self._seen.update(plan.names)
+        for name, box in plan.parts:
+            self._seen.add(name)
+            if box is not None:
+                self._pieces.setdefault(name, {})[box] = None
         self._nbytes += plan.nbytes
         return True
+
+    def _has_some(self, plan: LoadPlan) -> bool:
+        """Whether something that a plan is of has come already, in what it is of or otherwise."""
+        return any(
+            name in self._seen and (box is None or box in self._pieces.get(name, {box: None}))
+            for name, box in plan.parts
+        )
 
     def finish(
         self, *, partial: bool = False, components: Sequence[str] | None = None

@@ -72,15 +72,14 @@ class SlotIO:
         """In few launches; ``targets``: parts of parameters, as ``target`` gives them."""
         copy_regions(targets, sources, self._tables)
 
-    def target(self, slot: WeightSlot) -> Tensor | None:
-        """What ``together`` copies the slot to, by one copy; None where it does not, or there are
-        no elements.
-        """
+    def target(self, slot: WeightSlot, box: Box) -> Tensor | None:
+        """What ``together`` copies ``box`` of the slot to, by one copy; None where it does not."""
         spec, storage = self._table.params[slot.param], self._storages[slot.param]
-        if not slot.put.numel or not self._goes_together(storage, spec, slot.put.numel):
+        put = _put_of(slot, box)
+        if put is None or not self._goes_together(storage, spec, box.numel):
             return None
         into = storage if spec.layout is PLAIN else TRANSPOSED.logical(storage)
-        return into[slot.put.slices]
+        return into[put.slices]
 
     @staticmethod
     def _goes_together(storage: Tensor, spec: ParamSpec, numel: int) -> bool:
@@ -155,18 +154,9 @@ class SlotIO:
         value = value.to(storage.device)
         if self._journal is not None:
             self._journal.note_whole(slot.param)
-        lead = max(0, len(slot.put.starts) - len(slot.take.starts))
-        if box == slot.take:
-            self._put(storage, spec, slot.put, value)
-        elif slot.put.shape == (1,) * lead + slot.take.shape:
-            # The same shape, or one index of a stack of it.
-            pairs = zip(slot.put.starts[lead:], slot.take.starts, strict=True)
-            put = box.shifted(tuple(to - start for to, start in pairs))
-            starts, stops = slot.put.starts[:lead], slot.put.stops[:lead]
-            put = Box((*starts, *put.starts), (*stops, *put.stops))
+        if (put := _put_of(slot, box)) is not None:
             self._put(storage, spec, put, value)
         else:
-            # A slot that reshapes: part of its box is no box of the parameter.
             everything = torch.arange(box.numel, device=value.device)
             everything = positions_in_whole(everything, box, slot.shape)
             self._patch(slot, everything, value.reshape(-1))
@@ -188,6 +178,21 @@ class SlotIO:
             if self._journal is not None:
                 self._journal.note(slot.param, places, storage.numel())
         return len(places)
+
+
+def _put_of(slot: WeightSlot, box: Box) -> Box | None:
+    """Where ``box`` of a slot's source goes; None where that is no box of the parameter, as for
+    part of a slot that reshapes.
+    """
+    if box == slot.take:
+        return slot.put
+    lead = max(0, len(slot.put.starts) - len(slot.take.starts))
+    if slot.put.shape != (1,) * lead + slot.take.shape:
+        return None
+    # The same shape, or one index of a stack of it.
+    pairs = zip(slot.put.starts[lead:], slot.take.starts, strict=True)
+    put = box.shifted(tuple(to - start for to, start in pairs))
+    return Box((*slot.put.starts[:lead], *put.starts), (*slot.put.stops[:lead], *put.stops))
 
 
 def read_box(name: str, value: Tensor | LazyTensor, box: Box) -> Tensor:

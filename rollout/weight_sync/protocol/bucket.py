@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rollout.errors import TransferFailed
+from rollout.errors import TransferFailed, WeightMismatch
 from rollout.weight_sync.protocol.cells import decode_cells, problem_of_cells
 from rollout.weight_sync.protocol.delta import decode, problem
 from rollout.weight_sync.protocol.messages import NO_CELL, BucketEntry, BucketHeader
@@ -97,6 +97,14 @@ def _views(header: BucketHeader, payload: Tensor) -> Iterator[tuple[str, Unpacke
             yield entry.name, values
         else:
             yield entry.name, TensorPiece(entry.shape, entry.dtype, entry.box, values)
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """``WeightMismatch`` for one that no bucket may hold."""
+    if tensor.dtype not in WIRE_DTYPES:
+        raise WeightMismatch(f"{name}: dtype {tensor.dtype} has no wire form; cast it first")
+    if not name or len(name) > MAX_NAME or tensor.dim() > MAX_DIMS:
+        raise WeightMismatch(f"{name!r:.80}: name or number of dimensions is out of bounds")
 
 
 def check_size(header: BucketHeader, bucket_bytes: int) -> None:

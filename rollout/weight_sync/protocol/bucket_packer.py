@@ -3,66 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from rollout.errors import ConfigError, WeightMismatch
+from rollout.errors import ConfigError
 from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.protocol.bucket import (
     ALIGNMENT,
-    MAX_DIMS,
     MAX_ENTRIES,
-    MAX_NAME,
     WIRE_DTYPES,
+    check_tensor,
 )
 from rollout.weight_sync.protocol.delta import CodedDelta
+from rollout.weight_sync.protocol.in_place import InPlaceHeaders
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader
 from rollout.weights import Box, Shape
 from rollout.weights.box import cut
 from rollout.wire.frames import flat_bytes
-
-
-class InPlaceHeaders:
-    """Makes headers of buckets that are read where they lie, and keeps those of the last update:
-    the next one's are often the same.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[object, BucketHeader]] = {}
-        self._placed: dict[int, tuple[BucketHeader, object, tuple[BucketEntry, ...]]] = {}
-
-    def header(self, index: int, parts: Sequence[tuple[str, Tensor]]) -> BucketHeader:
-        """Of whole tensors, each a region of its own."""
-        key = [(name, tensor.dtype, tensor.shape) for name, tensor in parts]
-        last = self._last.get(index)
-        if last is None or last[0] != key:
-            last = self._last[index] = key, self._made(index, parts)
-        return last[1]
-
-    def placed(
-        self, header: BucketHeader, places: Sequence[tuple[int, int]]
-    ) -> tuple[BucketEntry, ...]:
-        """The entries of such a header, each at the offset in the region that ``places`` says."""
-        last = self._placed.get(header.index)
-        if last is None or last[0] is not header or last[1] != places:
-            entries = zip(header.entries, places, strict=True)
-            made = tuple(replace(e, region=at, offset=offset) for e, (at, offset) in entries)
-            last = self._placed[header.index] = header, places, made
-        return last[2]
-
-    def _made(self, index: int, parts: Sequence[tuple[str, Tensor]]) -> BucketHeader:
-        entries = []
-        for region, (name, tensor) in enumerate(parts):
-            _check(name, tensor)
-            shape = tuple(tensor.shape)
-            box = Box.full(shape)
-            entries.append(
-                BucketEntry(name, tensor.dtype, shape, box, 0, tensor.nbytes, region=region)
-            )
-        return BucketHeader(index, tuple(entries), 0)
 
 
 class BucketPacker:
@@ -138,7 +98,7 @@ class BucketPacker:
 
         ``at``: the shape of the whole tensor and the box of it that ``tensor`` is.
         """
-        _check(name, tensor)
+        check_tensor(name, tensor)
         tensor = tensor.detach()
         size = tensor.dtype.itemsize
         self.num_tensors += 1
@@ -174,7 +134,7 @@ class BucketPacker:
         ``tensor``: contiguous, on ``device``, and not to be overwritten before the last of these
         buckets has been taken. What was begun before it is yielded first.
         """
-        _check(name, tensor)
+        check_tensor(name, tensor)
         yield from self.flush()
         data = flat_bytes(tensor)
         at, shape = 0, tuple(tensor.shape)
@@ -269,13 +229,6 @@ class _Part:
     tensor: Tensor
     shape: Shape
     box: Box
-
-
-def _check(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in WIRE_DTYPES:
-        raise WeightMismatch(f"{name}: dtype {tensor.dtype} has no wire form; cast it first")
-    if not name or len(name) > MAX_NAME or tensor.dim() > MAX_DIMS:
-        raise WeightMismatch(f"{name!r:.80}: name or number of dimensions is out of bounds")
 
 
 def _aligned(offset: int) -> int:

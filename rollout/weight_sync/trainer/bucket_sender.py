@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread, on_this_stream
 from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
-from rollout.weight_sync.protocol.bucket_packer import BucketPacker, InPlaceHeaders
+from rollout.weight_sync.protocol.bucket_packer import BucketPacker
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.delta import CodedDelta
+from rollout.weight_sync.protocol.in_place import Given, InPlaceHeaders
 from rollout.weight_sync.protocol.messages import BucketHeader, Seal
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.transfer_stats import TransferStats, WireDtype
@@ -193,6 +194,21 @@ class BucketSender:
     def announce(self, header: BucketHeader, payload: Tensor) -> None:
         """Announce a bucket that all ranks have written; its error is told by the next vote."""
         self._attempt(f"bucket {header.index}", lambda: self._send(header, payload))
+
+    def give(self, tensors: Sequence[Tensor]) -> Given:
+        """Where this rank's tensors lie, for ``announce_given``."""
+        return self._sender.give(tensors)
+
+    def announce_given(self, header: BucketHeader, given: Sequence[Given]) -> None:
+        """As ``announce``, of what all ranks have given where it lies."""
+
+        def act() -> None:
+            started = time.perf_counter()
+            self._sender.given(self._channel, header, given)
+            self.read_in_place += len(header.entries)
+            self._count(header, 0, started)
+
+        self._attempt(f"bucket {header.index}", act)
 
     def taken(self, index: int) -> None:
         """Until every engine rank has taken bucket ``index``."""

@@ -15,7 +15,7 @@ from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.trainer.watchdog import Watchdog
-from rollout.weights import Box, TensorMeta
+from rollout.weights import CASTABLE, Box, TensorMeta
 from rollout.weights.box import cut
 
 
@@ -40,6 +40,17 @@ class LocalBoxes:
         ):
             raise SourceFailed(f"{name}: the source no longer holds the boxes it announced")
         self._last = (name, found)
+        return found
+
+    def held(self, name: str) -> dict[Box, Tensor]:
+        """The same as they lie in this rank's memory until the update ends, in their own dtype."""
+        announced = self.layout.have[self.rank].get(name, ())
+        found = dict(self._source.held_values(name) or ()) if announced else {}
+        if found.keys() != set(announced) or any(
+            tuple(values.shape) != box.shape or values.dtype not in CASTABLE
+            for box, values in found.items()
+        ):
+            raise SourceFailed(f"{name}: the source no longer holds the boxes it announced")
         return found
 
     def has_read(self, name: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from rollout.distributed.interpreter import quick_switches
@@ -21,6 +22,7 @@ from rollout.weight_sync.protocol.messages import WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.encoder import Encoder, Encoding, choose_encoding
 from rollout.weight_sync.trainer.lockstep import agreed_source
+from rollout.weight_sync.trainer.mapped_shards import lying
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sending import Sending
@@ -70,7 +72,8 @@ def publish(
             check_merged(source.merged, {*info.adapters, *source.adapters}, sent=True)
         copies = base.take() if base is not None and source.models else Committed()
         look = group.size > 1 or by_boxes(options.transport, info)
-        layout = exchange_layout(source, group, timeout, plans, copies) if look else None
+        lies = partial(lying, source, info)
+        layout = exchange_layout(source, group, timeout, plans, copies, lies) if look else None
 
         def open_update() -> UpdateSession:
             assert link is not None

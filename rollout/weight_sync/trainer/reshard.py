@@ -42,17 +42,21 @@ class BoxRounds:
         self._boxes, self._group, self._first = boxes, group, first
         self._stats, self._timeout, self._watch = stats, timeout, watch
 
-    def together(self, phase: str, act: Callable[[], None]) -> None:
-        """Run ``act`` here and vote; the first error of any rank is raised on all."""
+    def together(self, phase: str, act: Callable[[], Mapping[str, Any] | None]) -> list[Any]:
+        """Run ``act`` here and vote; the first error of any rank is raised on all.
+
+        What each member's returned (JSON-able), in their order.
+        """
         failure: Exception | None = None
+        said: Mapping[str, Any] | None = None
         try:
-            act()
+            said = act()
         except Exception as error:  # noqa: BLE001 - the trainer's code runs in here, too
             failure = error
         if self._first is not None:
             failure = failure or self._first.failure
         # The first rank may itself wait for the engine's ranks until its deadline.
-        self._group.vote(failure, 2 * self._timeout, phase)
+        return self._group.vote(failure, 2 * self._timeout, phase, said)
 
     def write(self, wanted: Mapping[str, Sequence[tuple[BucketEntry, int]]], into: Tensor) -> None:
         """Copy this rank's entries, by tensor, to where each lies in ``into``, uint8, and digest
@@ -64,7 +68,7 @@ class BoxRounds:
             held = self._boxes.digest(name, self._stats, self._watch)
             for entry, start in wanted[name]:
                 buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
-                nontemporal_copy(buffer, _values(held, entry))
+                nontemporal_copy(buffer, within(held, entry)[1])
 
     def digest_rest(self) -> None:
         """Of the boxes that no entry was of."""
@@ -139,10 +143,11 @@ class _Follower:
         return None  # the first rank knows when the last round has arrived
 
 
-def _values(held: Mapping[Box, Tensor], entry: BucketEntry) -> Tensor:
+def within(held: Mapping[Box, Tensor], entry: BucketEntry) -> tuple[Box, Tensor]:
+    """The box that an entry is of, and the entry's values in that."""
     for box, values in held.items():
         if box.intersect(entry.box) == entry.box:
-            return values[entry.box.shifted(tuple(-n for n in box.starts)).slices]
+            return box, values[entry.box.shifted(tuple(-n for n in box.starts)).slices]
     raise SourceFailed(f"{entry.name}: the source no longer holds the boxes it announced")
 
 

@@ -16,6 +16,7 @@ from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.bucket_sender import (
+    IN_PLACE_BYTES,
     BucketSender,
     BucketSink,
     NoSink,
@@ -23,6 +24,7 @@ from rollout.weight_sync.trainer.bucket_sender import (
 from rollout.weight_sync.trainer.encoder import Encoder
 from rollout.weight_sync.trainer.local_shards import LocalBoxes, LocalShards
 from rollout.weight_sync.trainer.lockstep import Walk
+from rollout.weight_sync.trainer.mapped_shards import MappedShards
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard import BoxSending
@@ -102,6 +104,8 @@ class Sending:
             return
         assert self._layout is not None
         size = min(self._plan.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
+        if "flags" in self._plan.meet:  # all ranks digest their parts of one at once
+            size = IN_PLACE_BYTES * self._group.size
         self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
 
     def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
@@ -170,15 +174,17 @@ class Sending:
 
     def send_boxes(self, rounds: tuple[BucketHeader, ...], watch: Watchdog) -> None:
         """Collective: send this rank's boxes straight to the engine's ranks, round by round, or
-        into memory that those share with all trainer ranks.
+        into memory that those share with all trainer ranks, or leave them where they lie.
         """
+        meet = self._plan.meet
         assert self._boxes is not None
-        assert self._plan.meet is not None
-        by = SharedBuckets if "longest" in self._plan.meet else BoxSending
-        sending = by(
-            self._boxes, self._group, self._first, self._stats, self._options.timeout, watch
-        )
-        sending.run(rounds, self._plan.meet["offer"])
+        assert meet is not None
+        rest = self._group, self._first, self._stats, self._options.timeout, watch
+        if "flags" in meet:
+            MappedShards(self._boxes, *rest).run(rounds, meet)
+            return
+        by = SharedBuckets if "longest" in meet else BoxSending
+        by(self._boxes, *rest).run(rounds, meet["offer"])
 
     def commit(self) -> UpdateReceipt:
         """Collective: the first rank collects digests and byte counts, seals and commits."""

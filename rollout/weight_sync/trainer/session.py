@@ -26,7 +26,7 @@ from rollout.errors import (
 )
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import WeightLink, receipt_of
-from rollout.weight_sync.protocol.messages import Begun, Seal, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import Seal, UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.encoder import Encoding
@@ -56,7 +56,8 @@ class UpdatePlan:
     first rank's, by which all cut and vote. ``own_digests``: each rank digests what it holds,
     instead of the first one what was gathered. ``join``: how a rank opens a stream of its own, if
     it has one. ``meet``: where ranks meet for boxes, and which boxes go where; or the memory that
-    they write buckets to together, at most ``longest`` bytes.
+    they write buckets to together, at most ``longest`` bytes; or the memory whose ``flags`` say
+    who reads their own.
     """
 
     pieces: str
@@ -148,8 +149,10 @@ class UpdateSession:
         """What the receipt says about how it went."""
         stats, encoding = self.stats, self.plan.encoding
         details = {"sent_bytes": ",".join(map(str, sent))} if sent else {}
-        if self.buckets.read_in_place:
-            details["read_in_place"] = f"{self.buckets.read_in_place} tensors"
+        if count := self.buckets.read_in_place:
+            whole = self.plan.meet is None
+            boxes = "" if whole else f"boxes of {len(self.request.metadata or ())} "
+            details["read_in_place"] = f"{count} {boxes}tensors"
         if self.merged:
             details["merged_adapters"] = ", ".join(self.merged)
             if self.request.merged:  # told where the engine has slots
@@ -262,9 +265,10 @@ class Opener:
     ) -> UpdateSession:
         """``late``: is told where the engine took part, and its ranks did not connect in time."""
         options, transport = self.options, way.transport
-        shared = self._writes_together(transport, encoding)
+        shared = transport.shared and self._own_boxes(encoding)
+        mapped = transport.maps and self._all_mapped(encoding)
         boxes = self.layout if transport.senders == "all" or shared else None
-        if boxes is not None and not shared:
+        if transport.senders == "all":
             encoding = self._whole(encoding, transport)
         streams = 1 if boxes is not None else self._streams(transport, encoding)
         opening = Opening(
@@ -276,6 +280,7 @@ class Opener:
             known="" if boxes is None else self.plans.wants_digest,
             staying=partial(self._staying, source, encoding),
             headers=self.plans.headers,
+            mapped=mapped,
         )
         with ExitStack() as undo:
             sender = transport.open(opening)
@@ -285,10 +290,19 @@ class Opener:
             request = self._request(transport, sender, encoding, metadata, source)
             begun = channel.begin(request)
             sender.accepted(begun)
-            if boxes is None:
+            if mapped and self.layout is not None and sender.maps(self.layout.gpus):
+                boxes = self.layout
+                meet = {"offer": dict(sender.offer), "flags": sender.num_flags}
+                plan = self._plan_boxes(encoding, meet)
+            elif boxes is None:
                 plan = self._plan(encoding, request, channel, streams)
             else:
-                plan = self._plan_boxes(encoding, sender, begun, boxes, shared)
+                meet = {"offer": dict(sender.offer)}
+                if shared:
+                    meet["longest"] = sender.buffers[0].numel()
+                else:
+                    meet |= self.plans.wants_for(begun, boxes)
+                plan = self._plan_boxes(encoding, meet)
             buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
             if boxes is None:  # else every trainer rank connects, after it has been told where
@@ -386,15 +400,22 @@ class Opener:
             "need another transport",
         )
 
-    def _writes_together(self, transport: Transport, encoding: Encoding) -> bool:
-        """Whether all trainer ranks write their own boxes to the memory that the engine maps."""
+    def _own_boxes(self, encoding: Encoding) -> bool:
+        """Whether all trainer ranks, on one host, may bring their own boxes to buckets that every
+        engine rank takes: as they write them to memory together, or as they lie.
+        """
         layout = self.layout
-        if layout is None or not (transport.shared and layout.divided and layout.num_hosts == 1):
+        if layout is None or not (layout.divided and layout.num_hosts == 1):
             return False
         # Where rows share a scale, those around each cut would wait there for their other halves.
         grid = self.info.grid
         alone = grid is None or grid.rows == 1
         return alone and encoding.name == "full" and not encoding.keeps
+
+    def _all_mapped(self, encoding: Encoding) -> bool:
+        """Whether the engine's ranks are to map what each trainer rank holds."""
+        found = self.layout is not None and self.layout.not_mapped is None
+        return found and self._own_boxes(encoding)
 
     def _streams(self, transport: Transport, encoding: Encoding) -> int:
         """How many streams will carry the update: one of each trainer rank that can read its own
@@ -405,15 +426,7 @@ class Opener:
             return 1
         return len(layout.have) if transport.streams and self.link.joins else 1
 
-    def _plan_boxes(
-        self, encoding: Encoding, sender: Sender, begun: Begun, boxes: ShardLayout, shared: bool
-    ) -> UpdatePlan:
-        """``shared``: all ranks write to the memory that the engine maps."""
-        meet: dict[str, Any] = {"offer": dict(sender.offer)}
-        if shared:
-            meet["longest"] = sender.buffers[0].numel()
-        else:
-            meet |= self.plans.wants_for(begun, boxes)
+    def _plan_boxes(self, encoding: Encoding, meet: Mapping[str, Any]) -> UpdatePlan:
         return UpdatePlan(
             pieces="boxes", encoding=encoding, bucket_bytes=self.options.bucket_bytes,
             own_digests=True, meet=meet,

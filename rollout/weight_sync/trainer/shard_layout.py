@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.distributed import LOOPBACK
 from rollout.errors import RolloutError
 from rollout.kernels.region_table import RegionTables
-from rollout.weight_sync.protocol.bucket_packer import InPlaceHeaders
 from rollout.weight_sync.protocol.committed import Committed
+from rollout.weight_sync.protocol.in_place import InPlaceHeaders
 from rollout.weight_sync.protocol.messages import (
     Begun,
     Boxes,
@@ -47,6 +47,8 @@ class ShardLayout:
     copies: tuple[tuple[Any, ...], ...] = ()  # what each rank's copies are of, for deltas
     hosts: tuple[str, ...] = ()  # where each rank runs
     first_at: str = LOOPBACK  # the address at which the other ranks reach the first
+    not_mapped: str | None = ""  # see ``Holding``
+    gpus: tuple[str, ...] = ()  # UUIDs of those that what would be mapped lies on
 
     @property
     def split(self) -> bool:
@@ -72,6 +74,16 @@ class ShardLayout:
 
     def _sizes(self) -> list[int]:
         return [sum(b.numel for boxes in x.values() for b in boxes) for x in self.have]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lying:
+    """Whether the engine's ranks can read one trainer rank's tensors where they lie: ``not_mapped``
+    as ``Holding`` has it, ``gpus`` as ``ShardLayout``.
+    """
+
+    not_mapped: str | None = ""
+    gpus: tuple[str, ...] = ()
 
 
 class PlanCache:
@@ -116,9 +128,9 @@ class PlanCache:
         self, boxes: ShardLayout, told: Mapping[str, Any], info: WeightInfo, bucket_bytes: int
     ) -> tuple[BucketHeader, ...]:
         """What every rank sends to whom; ``told``: what ``wants_for`` said on the first rank."""
-        if "wants" not in told:  # one receiver that takes everything
+        if "wants" not in told:  # all of it in buckets that every engine rank takes
             want: list[RankBoxes] = [{m.name: (Box.full(m.shape),) for m in boxes.metadata}]
-            return self._plan((boxes.digest, "", bucket_bytes), boxes, want)
+            return self._plan((boxes.digest, "", bucket_bytes), boxes, want, _whole)
         if told["wants"] is not None and told["digest"] != self.wants_digest:
             self.wants_digest, self._wants = told["digest"], from_plain(Wants, told["wants"])
         assert self.wants_digest == told["digest"]
@@ -130,13 +142,23 @@ class PlanCache:
         return self._plan((boxes.digest, self.wants_digest, bucket_bytes), boxes, want)
 
     def _plan(
-        self, key: tuple[Any, ...], boxes: ShardLayout, want: Sequence[RankBoxes]
+        self,
+        key: tuple[Any, ...],
+        boxes: ShardLayout,
+        want: Sequence[RankBoxes],
+        as_sent: Callable[[BucketHeader], BucketHeader] = lambda header: header,
     ) -> tuple[BucketHeader, ...]:
         if self._planned is None or self._planned[0] != key:
             rounds = plan_rounds(boxes.metadata, boxes.have, want, key[-1])
-            self._planned = (key, rounds)
+            self._planned = (key, tuple(map(as_sent, rounds)))
             self.num_planned += 1
         return self._planned[1]
+
+
+def _whole(header: BucketHeader) -> BucketHeader:
+    """A round to one rank that takes everything, with the entries that it sees."""
+    entries = tuple(entry for message in header.messages for entry in message.entries)
+    return replace(header, entries=entries, nbytes=max(m.stop for m in header.messages))
 
 
 def shard_bytes(bucket_bytes: int) -> int:
@@ -145,23 +167,32 @@ def shard_bytes(bucket_bytes: int) -> int:
 
 
 def exchange_layout(
-    source: Incoming, group: RankGroup, timeout: float, plans: PlanCache, copies: Committed
+    source: Incoming,
+    group: RankGroup,
+    timeout: float,
+    plans: PlanCache,
+    copies: Committed,
+    lying: Callable[[], Lying] = Lying,
 ) -> ShardLayout:
     """Tell each other what every rank holds; collective. Boxes travel when some have changed.
 
-    ``source``: as ``agreed_source`` gave it, of the same tensors on every rank.
+    ``source``: as ``agreed_source`` gave it, of the same tensors on every rank. ``lying``: whether
+    the engine's ranks can read this rank's where they lie.
     """
     failure: RolloutError | None = None
     looked: _Look = ("", (), {})
+    lies = Lying()
     try:
         looked = _look(source)
+        if not looked[0]:
+            lies = lying()
     except RolloutError as error:
         failure = error
     except Exception as error:  # noqa: BLE001 - the trainer's own code
         failure = source_failed(error, "")
     group.vote(failure, timeout, "layout")
     _, metadata, mine = looked
-    status = {**_status(looked, plans, copies), "address": group.address}
+    status = {**_status(looked, plans, copies), "address": group.address, "lies": to_plain(lies)}
     said = group.exchange(status, timeout, "layout")
     problems = [
         f"on trainer rank {rank}, {s['problem']}" for rank, s in enumerate(said) if s["problem"]
@@ -170,7 +201,8 @@ def exchange_layout(
         return ShardLayout(problems[0])
     knows = tuple(s["wants"] for s in said)
     kept = tuple(tuple(s["copies"]) for s in said)
-    now = (knows, kept, tuple(s["host"] for s in said), said[0]["address"])
+    mapped = _mapped(group, [from_plain(Lying, s["lies"]) for s in said])
+    now = (knows, kept, tuple(s["host"] for s in said), said[0]["address"], *mapped)
     digest = digest_of([s["mine"] for s in said])
     if all(s["source"] == digest for s in said):
         known = plans.found(digest)
@@ -181,6 +213,15 @@ def exchange_layout(
     found = ShardLayout(gap(metadata, have), have, metadata, digest, *now)
     plans.keep(found)
     return found
+
+
+def _mapped(group: RankGroup, lies: Sequence[Lying]) -> tuple[str | None, tuple[str, ...]]:
+    """Why not every rank's tensors can be read where they lie, and the GPUs that they lie on."""
+    gpus = tuple({gpu: None for one in lies for gpu in one.gpus})
+    for rank, one in zip(group.ranks, lies, strict=True):
+        if one.not_mapped is not None:
+            return one.not_mapped and f"on trainer rank {rank}, {one.not_mapped}", gpus
+    return None, gpus
 
 
 _Look = tuple[str, tuple[TensorMeta, ...], dict[str, Any]]

@@ -38,7 +38,7 @@ class SharedBuckets(BoxRounds):
                 writer = SharedWriter(from_plain(SharedFile, offer))
                 memory = stack.enter_context(closing(writer))
             self.together("connect", memory.connect)
-            for header in map(whole, rounds):
+            for header in rounds:
                 half = memory.buffers[header.index % 2]
                 self.together(f"bucket {header.index}", partial(self._write, header, half))
                 if self._first is not None:
@@ -65,9 +65,3 @@ class SharedBuckets(BoxRounds):
     def _flush(self) -> None:
         if self._first is not None:
             self._first.flush()
-
-
-def whole(header: BucketHeader) -> BucketHeader:
-    """A round to one rank that takes everything, with the entries that it sees."""
-    entries = tuple(entry for message in header.messages for entry in message.entries)
-    return replace(header, entries=entries, nbytes=max(m.stop for m in header.messages))

@@ -82,6 +82,12 @@ def is_near(info: WeightInfo) -> bool:
     return first is not None and first.in_process
 
 
+def mapping(info: WeightInfo) -> Transport | None:
+    """What leads to tensors of all trainer ranks where they lie, if the engine has such a thing."""
+    found = (_lookup(name, info.device) for name in info.transports)
+    return next((transport for transport in found if transport and transport.maps), None)
+
+
 def same_host(info: WeightInfo) -> bool:
     """Whether this process shares memory with the engine that announced ``info``."""
     return info.host != "" and info.host == host_id()

@@ -8,7 +8,7 @@ moves its bytes; a rank posts its receive when it sees the announcement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rollout.distributed import LOOPBACK
 from rollout.errors import ConfigError, TransferFailed
-from rollout.weight_sync.protocol.bucket_packer import InPlaceHeaders
 from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.in_place import Given, InPlaceHeaders
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -38,7 +38,8 @@ class Opening:
     reaches it, for transports that listen here. ``senders``: how many trainer ranks will send.
     ``known``: digest of the engine's requested boxes that the sender remembers. ``staying``: all
     tensors of the update, where none of them has to be gathered, compared or kept; else none.
-    ``headers``: of what was read where it lies in earlier updates.
+    ``headers``: of what was read where it lies in earlier updates. ``mapped``: the ranks are to
+    read every trainer rank's tensors where they lie.
     """
 
     info: WeightInfo
@@ -49,6 +50,7 @@ class Opening:
     known: str = ""
     staying: Callable[[], Sequence[Tensor]] = tuple
     headers: InPlaceHeaders = field(default_factory=InPlaceHeaders)
+    mapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,13 @@ class Holding(Protocol):
         """Whether no rank holds everything, so that a gather would be needed."""
         ...
 
+    @property
+    def not_mapped(self) -> str | None:
+        """Why the engine's ranks cannot read every rank's tensors where they lie ("": that was not
+        looked into); None where they can.
+        """
+        ...
+
 
 class Sender:
     """The trainer's end during one update; used by one thread, closed by whoever opened it.
@@ -103,6 +112,7 @@ class Sender:
     device: str = "cpu"
     bytes_go: Literal["channel", "memory", "group"] = "group"
     sent_bytes: int = 0  # by this rank so far, where every trainer rank sends
+    num_flags: int = 0  # where it maps: ranks that say by a flag each that they read
 
     def accepted(self, begun: Begun) -> None:
         """What the engine has answered to the offer; called once, before ``connect``."""
@@ -131,6 +141,22 @@ class Sender:
     ) -> None:
         """Announce a bucket of what ``why_packed`` allows; all of it stays until ``wait``."""
         raise NotImplementedError
+
+    def give(self, tensors: Sequence[Tensor]) -> Given:
+        """Where tensors lie that ``maps`` allows, for ``given``."""
+        raise NotImplementedError
+
+    def given(self, channel: WeightChannel, header: BucketHeader, given: Sequence[Given]) -> None:
+        """Announce a bucket of what ``maps`` allows, each entry of it where ``given`` says, one
+        trainer rank's after another's; all of it stays until ``wait``.
+        """
+        raise NotImplementedError
+
+    def maps(self, gpus: Iterable[str]) -> bool:
+        """Whether every trainer rank's tensors, on these GPUs, will be read where they lie; asked
+        once the engine has accepted.
+        """
+        return False
 
     def close(self) -> None:
         """Let go at once; peers blocked on it see an error. Idempotent."""
@@ -166,6 +192,7 @@ class Transport:
     name: ClassVar[str]
     senders: ClassVar[Literal["one", "all"]] = "one"  # trainer ranks; "all" send their own boxes
     shared: ClassVar[bool] = False  # its buffers may be written to by trainer ranks together
+    maps: ClassVar[bool] = False  # it leads to tensors of all trainer ranks, where they lie
     in_process: ClassVar[bool] = False  # nothing is nearer to an engine in this process
     offered: ClassVar[bool] = True  # by every engine
     served_as: ClassVar[str] = ""  # its name at a service, where it is another

@@ -26,8 +26,7 @@ import logging
 import secrets
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -37,8 +36,8 @@ from torch import Tensor
 
 from rollout.distributed.native_thread import NativeThread
 from rollout.errors import TransferFailed
-from rollout.weight_sync.protocol.bucket_packer import InPlaceHeaders
 from rollout.weight_sync.protocol.channel import WeightChannel
+from rollout.weight_sync.protocol.in_place import Given, InPlaceHeaders
 from rollout.weight_sync.protocol.messages import (
     Begun,
     BucketHeader,
@@ -57,11 +56,10 @@ from rollout.weight_sync.transports.base import (
     Transport,
     offer_of,
 )
+from rollout.weight_sync.transports.cuda_handles import GivenHandles
 from rollout.weight_sync.transports.cuda_memory import (
     FLAGS,
-    Allocation,
     ForeignMemory,
-    SharedAt,
     device_of,
     gpu_uuid,
     pack_handle,
@@ -136,8 +134,11 @@ class SharedAllocation:
 
 class CudaIpc(Transport):
     name = "ipc"
+    maps = True
 
     def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        if holding is not None and holding.not_mapped is None:
+            return "same host, and its ranks map what each trainer rank holds"
         return "same host, and its GPUs' memory can be mapped"
 
     def why_not(self, info: WeightInfo, holding: Holding | None) -> str | None:
@@ -147,6 +148,7 @@ class CudaIpc(Transport):
         return CudaIpcSender(
             *(opening.info, opening.bucket_bytes, opening.timeout, opening.staying),
             headers=opening.headers,
+            mapped=opening.mapped,
         )
 
     def check(self, request: UpdateRequest, num_ranks: int, device: str) -> Accepted:
@@ -174,26 +176,22 @@ class CudaIpcSender(Sender):
         timeout: float,
         staying: Callable[[], Sequence[Tensor]] = tuple,
         headers: InPlaceHeaders | None = None,
+        mapped: bool = False,
     ) -> None:
         deals = bool(info.hosts)  # a fleet, which tells of every rank that may map it
-        self._ranks = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
+        self.num_flags = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
         self._timeout, self._maps = timeout, "regions" in info.features
-        self._reaches = frozenset(info.reaches)
         self._headers = headers or InPlaceHeaders()
         self._mappers: Mappers | None = None
         self._kept: list[Tensor] = []  # the source's, which a member that was given up may read
-        self._starts: list[int] = []  # ascending: of the allocations whose handles were given out
-        self._given: list[tuple[Allocation, str]] = []
-        self._own: list[SharedAt] = []  # in ``own_handles``
-        self._uuids: dict[torch.device, str] = {}
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._runtime = cuda_memory.runtime()
-        self._secret = secret = secrets.token_hex(16)
-        self._runtime.enter()
+        secret = secrets.token_hex(16)
+        self._handles = GivenHandles(secret, info.reaches)
         needed = sum(meta.nbytes + 512 for meta in info.tensors)
         # Of a fleet there may be members that map nothing.
-        if not deals and self._map_all(staying()):
+        if not deals and (mapped or self._map_all(staying())):
             needed = min(needed, _LEAST_HALF)
         half = whole_pages(min(bucket_bytes, needed, MAX_HALF))
         size = FLAGS + 2 * half
@@ -201,9 +199,9 @@ class CudaIpcSender(Sender):
         with torch.cuda.device(self._device):
             try:
                 self._pointer = self._runtime.allocate(size)
-                handle = self._own_handle(self._pointer)
+                handle = self._handles.of_allocation(self._pointer)
             except TransferFailed:
-                self._disown()
+                self._handles.close()
                 if self._pointer:
                     self._runtime.free(self._pointer)
                 raise
@@ -213,15 +211,15 @@ class CudaIpcSender(Sender):
         packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
         shared = SharedAllocation(handle=packed, secret=secret, half=half)
         if deals:
-            shared = replace(shared, flags=self._ranks, host=host_id())
+            shared = replace(shared, flags=self.num_flags, host=host_id())
         self.offer = to_plain(shared)
         torch.cuda.current_stream(self._device).synchronize()
 
     def accepted(self, begun: Begun) -> None:
         self._mappers = begun.mappers
         if begun.mappers is not None:
-            self._ranks = min(self._ranks, begun.mappers.ranks)
-            self._reaches = frozenset(begun.mappers.reaches)
+            self.num_flags = min(self.num_flags, begun.mappers.ranks)
+            self._handles.reaches = frozenset(begun.mappers.reaches)
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
         channel.wait(0, timeout)
@@ -245,110 +243,97 @@ class CudaIpcSender(Sender):
     def why_packed(self, channel: WeightChannel, tensor: Tensor) -> str | None:
         if not self._maps:
             return "the engine is of a version that maps no memory but buckets"
-        return self._carries or self._why_not_mapped(tensor)
+        return self._carries or self._handles.why_not(tensor)
 
     def _map_all(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ranks will read all of them where they lie: there are some, and nothing else."""
-        return self._maps and bool(tensors) and not any(map(self._why_not_mapped, tensors))
+        return self._maps and bool(tensors) and not any(map(self._handles.why_not, tensors))
 
-    def _why_not_mapped(self, tensor: Tensor) -> str | None:
-        if not tensor.is_contiguous():
-            return "it is not contiguous"
-        uuid = self._uuid(tensor.device)
-        if not uuid:
-            return "its GPU has no UUID to share memory by (MIG)"
-        if self._reaches and uuid not in self._reaches:
-            return "it lies on a GPU that not all ranks reach"
-        try:
-            self._handle(tensor)
-        except TransferFailed as error:
-            return f"its memory cannot be mapped: {error}"
-        return None
+    def maps(self, gpus: Iterable[str]) -> bool:
+        """Whether all ranks read where it lies what is on these GPUs, in buckets of ``announce``;
+        asked once the engine has accepted.
+        """
+        reaches = self._handles.reaches
+        return self._maps and not self._carries and (not reaches or reaches.issuperset(gpus))
 
     def in_place(
         self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
     ) -> None:
         """Announce where the tensors lie within the allocations around them."""
-        self._runtime.enter()  # on a thread of the sender's own
-        handles: dict[str, int] = {}
-        places = []
-        for region in regions:
-            around, handle = self._handle(region)
-            at = handles.setdefault(handle, len(handles))
-            places.append((at, region.data_ptr() - around.start))
-        for device in {region.device for region in regions}:
-            torch.cuda.synchronize(device)  # a rank's stream knows nothing of ours
-        self._unread.add(header.index)
         if self._mappers is not None:
             self._kept += regions
-        entries = self._headers.placed(header, places)
-        channel.bucket(replace(header, entries=entries, regions=tuple(handles)), None)
+        self.given(channel, header, [self._handles.give(regions)])
 
-    def _handle(self, tensor: Tensor) -> tuple[Allocation, str]:
-        """The allocation around a tensor, and its handle; ``TransferFailed`` where it has none."""
-        start, size = tensor.data_ptr(), tensor.nbytes
-        at = bisect_right(self._starts, start)
-        if at:
-            around, handle = self._given[at - 1]
-            if start + size <= around.start + around.nbytes:
-                return around, handle
-        around = self._runtime.around(start)
-        if not around.shareable:
-            raise TransferFailed(
-                "it is no allocation of cudaMalloc's (torch's expandable_segments have none)"
-            )
-        if start + size > around.start + around.nbytes:
-            raise TransferFailed("it reaches over several allocations")
-        with torch.cuda.device(tensor.device):
-            raw = self._own_handle(around.start)
-        handle = pack_handle(self._uuid(tensor.device), around.nbytes, self._secret, raw)
-        self._starts.insert(at, around.start)
-        self._given.insert(at, (around, handle))
-        return around, handle
+    def give(self, tensors: Sequence[Tensor]) -> Given:
+        return self._handles.give(tensors)
 
-    def _own_handle(self, start: int) -> bytes:
-        """Of an allocation; a rank of this process finds it by that."""
-        handle = self._runtime.handle(start)
-        self._own.append((self._secret, handle))
-        cuda_memory.own_handles()[self._own[-1]] = start
-        return handle
-
-    def _disown(self) -> None:
-        while self._own:
-            cuda_memory.own_handles().pop(self._own.pop(), None)
-
-    def _uuid(self, device: torch.device) -> str:
-        if device not in self._uuids:
-            self._uuids[device] = gpu_uuid(device)
-        return self._uuids[device]
-
-    def _until_unread(self) -> None:
-        """After a failure: what belongs to the source is the trainer's again only when no rank
-        reads it any more. A rank that died leaves its flag set, which bounds the wait.
-        """
-        deadline = time.monotonic() + self._timeout
-        flags = self._whole[: self._ranks]
-        while bool((flags == _OPEN).any()):
-            if time.monotonic() > deadline:
-                _log.warning("a rank has not said that it stopped reading this process's tensors")
-                break
-            time.sleep(_FREE_POLL / 10)
-        self._unread.clear()
+    def given(self, channel: WeightChannel, header: BucketHeader, given: Sequence[Given]) -> None:
+        self._unread.add(header.index)
+        handles = tuple(handle for one in given for handle in one.handles)
+        entries = self._headers.placed(header, given)
+        channel.bucket(BucketHeader(header.index, entries, 0, regions=handles), None)
 
     def close(self) -> None:
         """Let go; the memory is freed in the background once no rank has it open."""
         if self._unread and self._pointer:
-            self._until_unread()
+            until_unread(self._whole[: self.num_flags], self._timeout)
+            self._unread.clear()
         pointer, self._pointer = self._pointer, 0
-        self._disown()
+        self._handles.close()
         if pointer:
             whole, self.buffers = self._whole, ()
             del self._whole
             over = threading.Event()  # the program ends, which frees it, too
-            flags = whole[: self._ranks]
+            flags = whole[: self.num_flags]
             kept, self._kept = self._kept, []
             free = partial(_free, self._runtime, pointer, flags, self._device, over, kept)
             NativeThread("free-ipc", free, over.set).start()
+
+
+class CudaIpcLender:
+    """Another trainer rank than the first, whose tensors the engine's ranks map, too.
+
+    ``offer``: the first one's, in whose memory the flags lie, ``num_flags`` of them.
+    """
+
+    def __init__(self, offer: SharedAllocation, num_flags: int, timeout: float) -> None:
+        self._handles = GivenHandles(offer.secret)
+        self._offer, self._num_flags, self._timeout = offer, num_flags, timeout
+
+    def until_unread(self) -> None:
+        """After a failure: until no rank reads this process's tensors any more. Looked at from here
+        no sooner: what maps memory of another GPU may take some of that.
+        """
+        shared = self._offer
+        uuid, handle = unpack_handle(shared.handle, shared.size, shared.secret)
+        owner = device_of(uuid)
+        if owner is None:
+            time.sleep(min(self._timeout, _OPEN_WAIT))  # the engine has heard by then
+            return
+        seen = _Mapping(shared.secret, owner, torch.cuda.current_stream(owner))
+        try:
+            flags = seen.map(shared.size, handle)[: self._num_flags]
+        except TransferFailed:
+            return  # freed, as no rank had it open, or its process is gone
+        until_unread(flags, self._timeout)
+
+    def give(self, tensors: Sequence[Tensor]) -> Given:
+        return self._handles.give(tensors)
+
+    def close(self) -> None:
+        self._handles.close()
+
+
+def until_unread(flags: Tensor, timeout: float) -> None:
+    """After a failure: what belongs to the source is the trainer's again only when no rank reads it
+    any more. A rank that died leaves its flag set, which bounds the wait.
+    """
+    deadline = time.monotonic() + timeout
+    while bool((flags == _OPEN).any()):
+        if time.monotonic() > deadline:
+            _log.warning("a rank has not said that it stopped reading this process's tensors")
+            return
+        time.sleep(_FREE_POLL / 10)
 
 
 class CudaIpcReceiver:
@@ -405,7 +390,7 @@ class CudaIpcReceiver:
                 new.setdefault(owner, []).append((text, size, handle))
         for owner, found in new.items():
             regions = _Regions(self._shared.secret, owner, self._reads, memory)
-            tensors = regions.map([(size, handle) for _, size, handle in found])
+            tensors = regions.map_all([(size, handle) for _, size, handle in found])
             mapped |= zip((text for text, _, _ in found), tensors, strict=True)
         return [mapped[text] for text in header.regions]
 
@@ -435,6 +420,11 @@ class _Mapping:
         self._opened: list[int] = []
         self._secret, self._owner, self._reads = secret, owner, reads
         self._runtime = cuda_memory.runtime()
+
+    def map(self, nbytes: int, handle: bytes) -> Tensor:
+        """uint8 [bytes]."""
+        with torch.cuda.device(self._owner):
+            return self._view(self._start(handle), nbytes)
 
     def _start(self, handle: bytes) -> int:
         own = cuda_memory.own_handles().get((self._secret, handle))
@@ -472,7 +462,7 @@ class _Regions(_Mapping):
         super().__init__(secret, owner, reads)
         self._memory = memory
 
-    def map(self, wanted: Sequence[tuple[int, bytes]]) -> list[Tensor]:
+    def map_all(self, wanted: Sequence[tuple[int, bytes]]) -> list[Tensor]:
         """uint8 [bytes] of each (bytes, handle)."""
         found = []
         with torch.cuda.device(self._owner):
@@ -496,7 +486,6 @@ class _Flagged(_Mapping):
         self._flag, self._writes = flag, torch.cuda.current_stream(owner).cuda_stream
 
     def map(self, nbytes: int, handle: bytes) -> Tensor:
-        """uint8 [bytes]."""
         with torch.cuda.device(self._owner):
             start = self._start(handle)
             self._at = start + self._flag

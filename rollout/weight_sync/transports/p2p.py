@@ -72,7 +72,10 @@ class P2P(Transport):
     def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
         if holding is None or holding.problem is not None or not holding.split:
             return None
-        return "the weights are split among trainer ranks, and need no gather"
+        if holding.not_mapped is None:
+            return None  # they need not even be sent
+        why = f"; not mapped: {holding.not_mapped}" if holding.not_mapped else ""
+        return f"the weights are split among trainer ranks, and need no gather{why}"
 
     def why_not(self, info: WeightInfo, holding: Holding | None) -> str | None:
         return "not looked into" if holding is None else holding.problem

@@ -17,12 +17,24 @@ from weight_sync_source.jobs.tiny import ALIASES
 
 from rollout.weight_sync.agreement import Agreement
 from rollout.weight_sync.protocol.bucket_packer import BucketPacker
-from rollout.weight_sync.trainer.sources.base import LocalSource
+from rollout.weight_sync.trainer.sources.base import LocalSource, held_values
 from rollout.weight_sync.trainer.sources.update import detect_update
 from rollout.weights.wanted import WantedWeights
 
 TIMEOUT = 40.0  # for what must succeed, also where a rank is slow to start
 SHORT = 3.0  # for what must fail at its deadline
+
+
+def held_where_they_lie(source: LocalSource, names: list[str]) -> None:
+    """What is held is what ``local_values`` casts, and in the same memory whenever it is asked."""
+    for name in names:
+        held, again = held_values(source, name), held_values(source, name)
+        if held is None or again is None:
+            continue
+        for (box, value), (_, other) in zip(held, again, strict=True):
+            assert value.data_ptr() == other.data_ptr(), f"{name} is copied"
+            cast = dict(source.local_values(name))[box]
+            assert torch.equal(value.to(cast.dtype), cast), name
 
 
 class Rank:
@@ -82,6 +94,7 @@ class Rank:
                 },
                 self.out / f"{name}.{self.rank}.safetensors",
             )
+            held_where_they_lie(source, [n for n, _ in boxes])
         self.outcome[name] = {
             "sender": agreement.is_sender,
             "kind": type(source).__name__,

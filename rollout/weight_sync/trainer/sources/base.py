@@ -84,6 +84,17 @@ class LocalSource(WeightSource, Protocol):
 
 
 @runtime_checkable
+class HeldSource(LocalSource, Protocol):
+    """A source of which the engine's ranks may read what this rank holds, where it lies."""
+
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]] | None:
+        """What ``local_values`` casts: the tensors themselves, in their own dtype, which stay where
+        and as they are until the update ends. None where it has no such thing.
+        """
+        ...
+
+
+@runtime_checkable
 class PlacingSource(WeightSource, Protocol):
     """A source that can gather a tensor right to where it will be sent from."""
 
@@ -116,6 +127,11 @@ class AtHandSource(StayingSource, Protocol):
         of it has to be gathered.
         """
         ...
+
+
+def held_values(source: LocalSource, name: str) -> list[tuple[Box, Tensor]] | None:
+    """Those of a ``HeldSource``; None of any other."""
+    return source.held_values(name) if isinstance(source, HeldSource) else None
 
 
 def none_is_taken(what: str, names: Sequence[str]) -> SourceFailed:
@@ -154,6 +170,30 @@ class BoundSource:
 
     def _shape(self, tensor: Tensor) -> Shape:
         return tuple(tensor.shape)
+
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        """The values of this rank's boxes of a tensor, as they lie in its memory."""
+        raise NotImplementedError
+
+    def leave(self, stays: Callable[[Tensor], bool]) -> None:
+        """One by one nothing stays: it is gathered, or all ``at_hand``."""
+
+    def at_hand(self) -> list[tuple[str, Tensor]] | None:
+        """Of a trainer of one rank, which holds everything."""
+        if self.agreement.size > 1:
+            return None
+        found = []
+        for name, tensor in self._bound.items():
+            held = self.held_values(name)
+            if [box for box, _ in held] != [Box.full(self._shape(tensor))]:
+                return None
+            found.append((name, held[0][1]))
+        return found
+
+    @torch.no_grad()
+    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        dtype = self._naming.dtype_of(name, self._bound[name].dtype)
+        return [(box, values.to(dtype)) for box, values in self.held_values(name)]
 
     def _sends(self, alike: bool) -> bool:
         """Whether this rank sends what it holds of a tensor: of one that nothing keeps ``alike`` on

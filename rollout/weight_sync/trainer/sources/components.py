@@ -17,6 +17,7 @@ from rollout.weight_sync.trainer.sources.base import (
     PlacingSource,
     StayingSource,
     WeightSource,
+    held_values,
 )
 from rollout.weights import Box, TensorMeta
 from rollout.weights.components import POLICY, component_of, own_name, qualified
@@ -83,7 +84,15 @@ class _LocalComponents(_Components):
     """Of components that each rank can read its boxes of."""
 
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        source, own = self._of(name)
+        return source.local_values(own)
+
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]] | None:
+        return held_values(*self._of(name))
+
+    def _of(self, name: str) -> tuple[LocalSource, str]:
+        """The source of a tensor, and what that calls it."""
         own = component_of(name) in self._sources
         source = self._sources[component_of(name) if own else POLICY]
         assert isinstance(source, LocalSource)
-        return source.local_values(own_name(name) if own else name)
+        return source, own_name(name) if own else name

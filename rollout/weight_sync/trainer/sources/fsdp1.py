@@ -76,13 +76,10 @@ class FSDP1Source(BoundSource):
             found.append((name, interval_boxes(place.shape, start, start + len(values))))
         return found
 
-    @torch.no_grad()
-    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]]:
         place = self._places[self._bound[name]]
         start, values = self._interval(place)
-        return interval_values(
-            place.shape, start, values.to(self._naming.dtype_of(place.name, place.dtype))
-        )
+        return interval_values(place.shape, start, values)
 
     def _interval(self, place: _Place) -> tuple[int, Tensor]:
         """What this rank sends; buffers, and what FSDP ignores, are not flattened."""

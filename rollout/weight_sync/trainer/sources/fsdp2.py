@@ -140,14 +140,17 @@ class FSDP2Source(BoundSource):
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, self._held(tensor)) for name, tensor in self._bound.items()]
 
-    @torch.no_grad()
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor, (gathered, cast) = self._bound[name], self._cast
         if gathered is tensor and cast is not None:
             return [(box, cast.reshape(box.shape)) for box in self._held(tensor)]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        value = readable(name, local).to(self._naming.dtype_of(name, tensor.dtype))
-        return [(box, value.reshape(box.shape)) for box in self._held(tensor)]
+        return super().local_values(name)
+
+    @torch.no_grad()
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        tensor = self._bound[name]
+        held = readable(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        return [(box, held.reshape(box.shape)) for box in self._held(tensor)]
 
     def _held(self, tensor: Tensor) -> list[Box]:
         """The box that this rank sends; FSDP keeps DTensors alike."""

@@ -9,7 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource, none_is_taken
+from rollout.weight_sync.trainer.sources.base import (
+    LocalSource,
+    WeightSource,
+    held_values,
+    none_is_taken,
+)
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import placed
 
@@ -70,3 +75,6 @@ class _LocalPlaced(_Placed):
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         values: list[tuple[Box, Tensor]] = self.inner.local_values(self._raw.get(name, name))
         return values
+
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]] | None:
+        return held_values(self.inner, self._raw.get(name, name))

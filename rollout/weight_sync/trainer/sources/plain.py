@@ -59,10 +59,9 @@ class PlainSource(BoundSource):
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         return [(name, self._held(tensor)) for name, tensor in self._bound.items()]
 
-    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
-        tensor = readable(name, self._bound[name])
-        value = tensor.to(self._naming.dtype_of(name, tensor.dtype))
-        return [(box, value) for box in self._held(self._bound[name])]
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]]:
+        held = readable(name, self._bound[name])
+        return [(box, held) for box in self._held(self._bound[name])]
 
     def _held(self, tensor: Tensor) -> list[Box]:
         """What this rank sends; between DDP's forwards buffers are not kept alike."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from rollout.errors import WeightMismatch, some
+from rollout.weight_sync.trainer.sources.base import AtHandSource, held_values
 from rollout.weights import Box, TensorMeta, TensorPiece
 from rollout.weights.spellings import Spellings, Splitter
+
+_Parts = dict[str, list[tuple[Box, Tensor]]]  # by file-form name
 
 
 class SpelledSource:
@@ -52,6 +55,20 @@ class SpelledSource:
         if problems := splitter.left():
             raise WeightMismatch(some(problems, between="; "), problems=problems)
 
+    def leave(self, stays: Callable[[Tensor], bool]) -> None:
+        """One by one nothing stays: it is split as it comes, or all ``at_hand``."""
+
+    def at_hand(self) -> list[tuple[str, Tensor]] | None:
+        held = self.inner.at_hand() if isinstance(self.inner, AtHandSource) else None
+        if held is None:
+            return None
+        splitter = Splitter(self._spellings)
+        found: list[tuple[str, Any]] = []
+        for name, tensor in held:
+            found += splitter.split(name, tensor)
+        whole = [tensor for _, tensor in held]
+        return found if not splitter.left() and _all_lie_in((x for _, x in found), whole) else None
+
     def local_boxes(self) -> list[tuple[str, list[Box]]]:
         shapes = {meta.name: meta.shape for meta in self.inner.metadata() or ()}
         result: dict[str, list[Box]] = {}
@@ -71,32 +88,53 @@ class SpelledSource:
         return list(result.items())
 
 
+def _all_lie_in(views: Iterable[Any], tensors: Iterable[Tensor]) -> bool:
+    """Whether everything is a view: what was transposed or joined is gone before it is read."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return all(view.untyped_storage().data_ptr() in memory for view in views)
+
+
 class LocalSpelledSource(SpelledSource):
     """The same, of a source that reads its own boxes."""
 
     def __init__(self, inner: Any, spellings: Spellings) -> None:
         super().__init__(inner, spellings)
         self._origin = {part: meta.name for meta, part in self._parts()}
-        self._last: tuple[str, dict[str, list[tuple[Box, Tensor]]]] = ("", {})
+        self._last: tuple[str, _Parts] = ("", {})
+        self._held: tuple[str, _Parts | None] = ("", None)
 
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         origin = self._origin.get(name, name)
         if self._last[0] != origin:
-            self._last = (origin, self._split(origin))
+            self._last = (origin, self._split(origin, self.inner.local_values(origin)))
         return self._last[1].get(name, [])
+
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]] | None:
+        origin = self._origin.get(name, name)
+        if self._held[0] != origin:
+            self._held = (origin, self._held_parts(origin))
+        return None if self._held[1] is None else self._held[1].get(name, [])
+
+    def _held_parts(self, origin: str) -> _Parts | None:
+        held = held_values(self.inner, origin)
+        if held is None:
+            return None
+        found = self._split(origin, held)
+        views = (values for parts in found.values() for _, values in parts)
+        return found if _all_lie_in(views, [values for _, values in held]) else None
 
     def _parts(self) -> Iterator[tuple[TensorMeta, str]]:
         for meta in self.inner.metadata() or ():
             for part, _ in self._spellings.split_shape(meta.name, meta.shape):
                 yield meta, part
 
-    def _split(self, origin: str) -> dict[str, list[tuple[Box, Tensor]]]:
+    def _split(self, origin: str, local: Sequence[tuple[Box, Tensor]]) -> _Parts:
         """The boxes of every file-form part of one tensor, as views where it is not transposed."""
         shapes = {meta.name: meta.shape for meta, _ in self._parts() if meta.name == origin}
-        found: dict[str, list[tuple[Box, Tensor]]] = {}
+        found: _Parts = {}
         if self._spellings.cut_of(origin, shapes[origin]) is not None:
             return found  # as ``local_boxes`` says
-        for box, values in self.inner.local_values(origin):
+        for box, values in local:
             piece = TensorPiece(shapes[origin], values.dtype, box, values)
             for part, value in Splitter(self._spellings).split(origin, piece):
                 assert isinstance(value, TensorPiece)

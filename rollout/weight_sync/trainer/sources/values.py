@@ -26,6 +26,7 @@ from rollout.weight_sync.trainer.sources.base import (
     PlacingSource,
     StayingSource,
     WeightSource,
+    held_values,
 )
 from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weight_sync.trainer.sources.pairs import pair_of
@@ -252,6 +253,17 @@ class Incoming:
             (box, self._cast(name, readable(name, values)))
             for box, values in self.inner.local_values(name)
         ]
+
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]] | None:
+        """The same where they lie, in their own dtype, until the update ends; None where the source
+        does not say that they stay.
+        """
+        found = held_values(self.inner, name) if isinstance(self.inner, LocalSource) else None
+        if found is None:
+            return None
+        for _, values in found:
+            self._check_dtype(name, values)
+        return [(box, readable(name, values)) for box, values in found]
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         self._check_dtype(name, tensor)

@@ -49,12 +49,10 @@ class ZeroSource(BoundSource):
             found.append((name, interval_boxes(full_shape(tensor), start, start + len(values))))
         return found
 
-    @torch.no_grad()
-    def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
+    def held_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = self._bound[name]
         start, values = self._part(tensor)
-        cast = readable(name, values).to(self._naming.dtype_of(name, tensor.dtype))
-        return interval_values(full_shape(tensor), start, cast)
+        return interval_values(full_shape(tensor), start, readable(name, values))
 
     def _part(self, tensor: Tensor) -> tuple[int, Tensor]:
         """What this rank sends; buffers are not partitioned."""

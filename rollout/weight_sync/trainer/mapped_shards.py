@@ -1,0 +1,135 @@
+"""Trainer ranks on the engine's GPUs: its ranks read what each of them holds where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.weight_sync.protocol.in_place import Given
+from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, WeightInfo
+from rollout.weight_sync.trainer.reshard import BoxRounds, within
+from rollout.weight_sync.trainer.shard_layout import Lying
+from rollout.weight_sync.trainer.sources.values import Incoming
+from rollout.weight_sync.transports import mapping
+from rollout.weight_sync.transports.cuda_handles import GivenHandles
+from rollout.weight_sync.transports.cuda_ipc import CudaIpcLender, SharedAllocation
+from rollout.weight_sync.transports.cuda_memory import gpu_uuid
+from rollout.weights import CASTABLE, Box
+from rollout.wire.codec import from_plain, to_plain
+
+Give = Callable[[Sequence[Tensor]], Given]
+
+
+def lying(source: Incoming, info: WeightInfo) -> Lying:
+    """Whether the engine's ranks can read this rank's boxes where they lie; moves no byte."""
+    transport = mapping(info)
+    if transport is None:
+        return Lying()
+    why = transport.why_not(info, None)
+    if why is None and "regions" not in info.features:
+        why = "the engine is of a version that maps no memory but buckets"
+    if why is not None:
+        return Lying(not_mapped=why)
+    handles, devices = GivenHandles.to_look(info.reaches), set[torch.device]()
+    with closing(handles):
+        for name, boxes in source.local_boxes():
+            held = source.held_values(name) if boxes else []
+            if held is None:
+                return Lying(not_mapped=f"{name} is made for the update, and stays nowhere")
+            for _, values in held:
+                if (why := _why_not_read(handles, values)) is not None:
+                    return Lying(not_mapped=f"{name}: {why}")
+                devices.add(values.device)
+    if len(devices) > 1:
+        return Lying(not_mapped="its tensors lie on several GPUs")
+    return Lying(not_mapped=None, gpus=tuple(sorted(map(gpu_uuid, devices))))
+
+
+def _why_not_read(handles: GivenHandles, values: Tensor) -> str | None:
+    if values.dtype not in CASTABLE:
+        return f"it is of {values.dtype}, which is not cast on the way"
+    return handles.why_not(values) if values.numel() else None
+
+
+class MappedShards(BoxRounds):
+    """Collective over the source's ranks: nothing is gathered, packed or sent.
+
+    By the vote of bucket i every rank has digested what it holds of it, and said where that lies;
+    then the first rank announces it, and the engine's ranks copy while the next are digested. What
+    they read is the trainer's again when this returns or, on the first rank, when its sender has
+    been closed.
+    """
+
+    def run(self, rounds: tuple[BucketHeader, ...], meet: Mapping[str, Any]) -> None:
+        """Have everything read; returns when it has been, and all boxes are digested.
+
+        ``meet``: the first rank's offer, and how many flags it looks at.
+        """
+        if self._first is not None:
+            self._lend(rounds, self._first.give)
+            return
+        offer = from_plain(SharedAllocation, meet["offer"])
+        with closing(CudaIpcLender(offer, meet["flags"], self._timeout)) as lender:
+            try:
+                self._lend(rounds, lender.give)
+            except BaseException:
+                lender.until_unread()
+                raise
+
+    def _lend(self, rounds: tuple[BucketHeader, ...], give: Give) -> None:
+        self.together("connect", self._connect)
+        for header in rounds:
+            said = self.together(f"bucket {header.index}", partial(self._read, header, give))
+            if self._first is not None:
+                given = [from_plain(Given, reply["given"]) for reply in said]
+                self._first.announce_given(header, given)
+        self.together("last buckets", self._flush)
+        self.together("digests", self.digest_rest)
+
+    def _connect(self) -> None:
+        if self._first is not None:
+            self._first.connect()
+
+    def _read(self, header: BucketHeader, give: Give) -> Mapping[str, Any]:
+        """Digest this rank's boxes of a bucket, and say where its entries lie."""
+        mine = [m for m in header.messages if m.src == self._group.rank]
+        values: list[Tensor] = []
+        boxes: dict[tuple[str, Box], Tensor] = {}
+        for entry in (entry for message in mine for entry in message.entries):
+            held = self._boxes.held(entry.name)
+            box, part = within(held, entry)
+            boxes[entry.name, box] = held[box]
+            values.append(part)
+        self._digest(header.index, boxes)
+        self._stats.wire_bytes += sum(part.nbytes for part in values)
+        return {"given": to_plain(give(values))}
+
+    def digest_rest(self) -> None:
+        boxes = (
+            ((name, box), values)
+            for name in self._boxes.layout.have[self._group.rank]
+            for box, values in self._boxes.held(name).items()
+        )
+        self._digest(-1, dict(boxes))
+
+    def _digest(self, index: int, boxes: Mapping[tuple[str, Box], Tensor]) -> None:
+        """Those that have not been, all at once."""
+        left = {at: values for at, values in boxes.items() if at not in self._stats.digests}
+        if left:
+            wire = {name: self._boxes.metadata[name].dtype for name, _ in left}
+            entries = tuple(self._entry(*at, values) for at, values in left.items())
+            header = BucketHeader(max(0, index), entries, 0)
+            self._stats.digest_in_place(header, [*left.values()], lambda name, _: wire[name])
+
+    def _entry(self, name: str, box: Box, values: Tensor) -> BucketEntry:
+        shape = self._boxes.metadata[name].shape
+        return BucketEntry(name, values.dtype, shape, box, 0, values.nbytes)
+
+    def _flush(self) -> None:
+        if self._first is not None:
+            self._first.flush()

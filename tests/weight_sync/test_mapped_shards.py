@@ -1,0 +1,254 @@
+"""Trainer ranks on the engine's GPU: what each of them holds is mapped and read where it lies.
+
+Files stand for memory of a GPU (``pretended_cuda.on_cpu``).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_ranks import Engine, same
+from test_p2p import receipt_of, replicas
+from tiny_models import write_tiny
+from trainer import fresh
+from trainer_ranks import Boxes, TrainerRanks, drifted, rows
+
+from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed, TransferFailed
+from rollout.weight_sync.transports import cuda_ipc, cuda_memory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
+
+from pretended_cuda import on_cpu
+from pretended_cuda.segments import in_segment
+
+
+@pytest.fixture(autouse=True)
+def _mapped(monkeypatch):
+    for replacement in on_cpu.replacements():
+        monkeypatch.setattr(*replacement)
+    cuda_memory.runtime.cache_clear()
+    yield
+    gc.collect()  # what an error's frames have mapped is unmapped as it was mapped
+    cuda_memory.runtime.cache_clear()
+    assert not cuda_memory.own_handles()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["tp1", "tp2", "tp4"])
+def engine(request, checkpoints):
+    engine = Engine(checkpoints[0], request.param, checkpoints[1], "plain")
+    tell = engine.info
+    engine.info = lambda: replace(tell(), devices=(on_cpu.UUID,) * request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def trainers(engine):
+    return TrainerRanks(engine, 2)
+
+
+class Held(Boxes):
+    """What a rank has lies in memory that others can map."""
+
+    def __init__(self, boxes: Boxes, dtype: torch.dtype | None = None) -> None:
+        vars(self).update(vars(boxes))
+        self.held = {
+            name: [(box, in_segment(self._weights[name][box.slices].to(dtype))) for box in found]
+            for name, found in self._boxes.items()
+        }
+
+    def held_values(self, name):
+        self.on_read(name)
+        return self.held[name]
+
+
+def held(rank, source):
+    return Held(source)
+
+
+def in_place(receipt, size: int) -> bool:
+    """Whether every box of so many trainer ranks was read where it lay."""
+    boxes, _, of, _ = receipt.details["read_in_place"].split(maxsplit=3)
+    return receipt.transport == "ipc" and of == "of" and int(boxes) >= size
+
+
+@pytest.mark.parametrize(
+    ("size", "place"), [(2, rows), (3, rows), (4, replicas)], ids=["2", "3", "hsdp"]
+)
+def test_it_ends_like_a_fresh_start_and_each_byte_is_read_where_it_is(
+    engine, checkpoints, size, place
+) -> None:
+    trainers = TrainerRanks(engine, size, place)
+    for turn in range(4):  # from the third on as it was before
+        weights = checkpoints[2 - turn % 2]
+        receipt = receipt_of(trainers.send(weights, transport="auto", prepare=held))
+        assert in_place(receipt, size), receipt
+        assert "map what each trainer rank holds" in receipt.details["transport_reason"]
+        assert "packed_because" not in receipt.details
+        assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
+        assert receipt.num_bytes == receipt.wire_bytes
+        sent = [int(part) for part in receipt.details["sent_bytes"].split(",")]
+        assert len(sent) == size
+        assert max(sent) <= 1.2 * sum(sent) / size
+    assert [plans.num_planned for plans in trainers.plans] == [1] * size
+
+
+def test_what_is_wider_is_cast_on_the_way(engine, trainers, checkpoints) -> None:
+    def wide(rank, source):
+        return Held(source, torch.float64)
+
+    receipt = receipt_of(trainers.send(checkpoints[2], transport="ipc", prepare=wide))
+    assert in_place(receipt, 2)
+    assert receipt.wire_bytes == 2 * receipt.num_bytes
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
+def test_replicas_that_have_drifted_apart_are_refused(engine, checkpoints) -> None:
+    trainers = TrainerRanks(engine, 4, replicas)
+    before = engine.live()
+
+    def apart(rank, source):
+        return Held(drifted(rank, source))
+
+    got = trainers.send(checkpoints[2], transport="ipc", prepare=apart)
+    assert all(isinstance(one, ChecksumMismatch) and "model.norm" in str(one) for one in got), got
+    assert same(engine.live(), before)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_whose_source_fails_ends_the_update_on_all(
+    engine, trainers, checkpoints, who
+) -> None:
+    def failing(rank, source):
+        found = Held(source)
+        reads = dict.fromkeys(found.held, 0)
+
+        def read(name):
+            reads[name] += 1
+            if rank == who and "layers.1." in name and reads[name] == 2:
+                raise RuntimeError("the disk is gone")
+
+        found.on_read = read
+        return found
+
+    before = engine.live()
+    got = trainers.send(checkpoints[2], transport="ipc", prepare=failing)
+    assert all(isinstance(one, SourceFailed) and "disk is gone" in str(one) for one in got), got
+    assert same(engine.live(), before)
+    assert in_place(receipt_of(trainers.send(checkpoints[2], transport="ipc", prepare=held)), 2)
+
+
+def test_no_rank_returns_while_its_memory_is_read(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    """An engine's rank fails while another one is still at it."""
+    reading, regions = threading.Event(), cuda_ipc.CudaIpcReceiver.regions
+    ended: list[float] = []
+    leave = cuda_ipc._Flagged._leave
+
+    def slow(self, header, carried):
+        views = regions(self, header, carried)
+        if self._rank == 0:
+            reading.set()
+            time.sleep(1.0)
+            del views  # had them while it would have copied
+            raise TransferFailed("this rank is told to stop")
+        del views
+        assert reading.wait(5)
+        raise TransferFailed("the other one fails at once")
+
+    def left(self):
+        ended.append(time.monotonic())
+        leave(self)
+
+    def prepare(rank, source):
+        return Held(source)
+
+    monkeypatch.setattr(cuda_ipc.CudaIpcReceiver, "regions", slow)
+    monkeypatch.setattr(cuda_ipc._Flagged, "_leave", left)
+    returned: list[float] = []
+    closes = cuda_ipc.CudaIpcLender.close
+
+    def closed(self):
+        returned.append(time.monotonic())
+        closes(self)
+
+    monkeypatch.setattr(cuda_ipc.CudaIpcLender, "close", closed)
+    got = trainers.send(checkpoints[2], transport="ipc", prepare=prepare)
+    assert all(isinstance(one, RolloutError) for one in got), got
+    assert returned[0] >= max(ended)
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("made", "is made for the update, and stays nowhere"),
+        ("apart", "it is not contiguous"),
+        ("pool", "its memory cannot be mapped"),
+        ("integers", "which is not cast on the way"),
+    ],
+)
+def test_where_one_rank_has_what_cannot_be_mapped_all_send(
+    engine, trainers, checkpoints, fault, why
+) -> None:
+    def prepare(rank, source):
+        found = Held(source)
+        if rank == 0:
+            return found
+        name = "model.layers.0.mlp.down_proj.weight"
+        [(box, values)] = found.held[name]
+        other = {
+            "made": None,
+            "apart": values.mT.contiguous().mT,
+            "pool": values.clone(),
+            "integers": values.to(torch.int32),
+        }[fault]
+        if other is None:
+            return source
+        found.held[name] = [(box, other)]
+        return found
+
+    if fault == "integers":
+        got = trainers.send(checkpoints[2], transport="auto", prepare=prepare)
+        assert all("int32" in str(one) for one in got), got
+        return
+    receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=prepare))
+    assert receipt.transport == "p2p"
+    assert "not mapped: on trainer rank 1, " in receipt.details["transport_reason"]
+    assert why in receipt.details["transport_reason"]
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("world", [1, 3])
+def test_shards_of_fsdp2_in_processes_of_their_own(tmp_path: Path, world: int) -> None:
+    """Of other dtypes than the engine's, and of fused experts; or whole ones, on one rank."""
+    for arch in ("qwen3", "qwen3_moe"):
+        write_tiny(tmp_path / arch, arch, num_layers=1, vocab_size=96, tied=arch == "qwen3")
+    job = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "mapped_job.py")]
+    jobs = [
+        subprocess.Popen([*job, str(rank), str(world), str(tmp_path)], stdout=subprocess.PIPE)
+        for rank in range(world)
+    ]
+    try:
+        said, *_ = [one.communicate(timeout=240)[0].splitlines() for one in jobs]
+        assert [one.returncode for one in jobs] == [0] * world
+    finally:
+        for one in jobs:
+            one.kill()
+            one.wait()
+    found = [json.loads(line) for line in said if line.startswith(b"[")]
+    assert [arch for arch, *_ in found] == ["qwen3", "qwen3", "qwen3_moe"]
+    for arch, transport, in_place, differing in found:
+        assert (transport, differing) == ("ipc", []), arch
+        assert re.fullmatch(r"\d+ tensors" if world == 1 else r"\d+ boxes of \d+ tensors", in_place)
