@@ -24,7 +24,7 @@ from trainer import fresh
 from trainer_ranks import Boxes, TrainerRanks, drifted, rows
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed, TransferFailed
-from rollout.weight_sync.transports import cuda_ipc, cuda_memory
+from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
 
@@ -126,25 +126,34 @@ def test_replicas_that_have_drifted_apart_are_refused(engine, checkpoints) -> No
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_whose_source_fails_ends_the_update_on_all(
-    engine, trainers, checkpoints, who
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_rank_that_fails_ends_the_update_on_all(
+    engine, trainers, checkpoints, who, begun, monkeypatch
 ) -> None:
-    def failing(rank, source):
-        found = Held(source)
-        reads = dict.fromkeys(found.held, 0)
+    """As it looks at what it has, or once the engine has begun."""
+    here, give = threading.local(), cuda_handles.GivenHandles.give
 
+    def failing(rank, source):
         def read(name):
-            reads[name] += 1
-            if rank == who and "layers.1." in name and reads[name] == 2:
+            if not begun and rank == who and "layers.1." in name:
                 raise RuntimeError("the disk is gone")
 
-        found.on_read = read
-        return found
+        here.fails = begun and rank == who
+        source.on_read = read
+        return Held(source)
 
+    def given(self, tensors):
+        if here.fails:
+            raise TransferFailed("the disk is gone")
+        return give(self, tensors)
+
+    monkeypatch.setattr(cuda_handles.GivenHandles, "give", given)
     before = engine.live()
     got = trainers.send(checkpoints[2], transport="ipc", prepare=failing)
-    assert all(isinstance(one, SourceFailed) and "disk is gone" in str(one) for one in got), got
+    assert all("disk is gone" in str(one) for one in got), got
+    assert {type(one) for one in got} == {TransferFailed if begun else SourceFailed}
     assert same(engine.live(), before)
+    monkeypatch.setattr(cuda_handles.GivenHandles, "give", give)
     assert in_place(receipt_of(trainers.send(checkpoints[2], transport="ipc", prepare=held)), 2)
 
 

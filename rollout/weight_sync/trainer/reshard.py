@@ -145,6 +145,8 @@ class _Follower:
 
 def within(held: Mapping[Box, Tensor], entry: BucketEntry) -> tuple[Box, Tensor]:
     """The box that an entry is of, and the entry's values in that."""
+    if (whole := held.get(entry.box)) is not None:
+        return entry.box, whole
     for box, values in held.items():
         if box.intersect(entry.box) == entry.box:
             return box, values[entry.box.shifted(tuple(-n for n in box.starts)).slices]

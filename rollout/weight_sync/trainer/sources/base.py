@@ -15,6 +15,7 @@ from rollout.weight_sync.trainer.sources.names import Naming
 from rollout.weights import Box, Shape, TensorMeta
 
 BufferFor = Callable[[torch.dtype, Shape], Tensor | None]
+HeldOf = Callable[[str], list[tuple[Box, Tensor]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,9 @@ class AtHandSource(StayingSource, Protocol):
 
 def held_values(source: LocalSource, name: str) -> list[tuple[Box, Tensor]] | None:
     """Those of a ``HeldSource``; None of any other."""
-    return source.held_values(name) if isinstance(source, HeldSource) else None
+    # Asked of every tensor: ``isinstance`` looks at all that the protocol has.
+    held: HeldOf | None = getattr(source, "held_values", None)
+    return None if held is None else held(name)
 
 
 def none_is_taken(what: str, names: Sequence[str]) -> SourceFailed:

@@ -18,7 +18,7 @@ from rollout.kernels import nontemporal_copy
 from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.sources.base import BoundSource, BufferFor
 from rollout.weight_sync.trainer.sources.names import Naming, Pairs, held_by
-from rollout.weight_sync.trainer.sources.values import check_all, readable
+from rollout.weight_sync.trainer.sources.values import check_all, local_part, readable
 from rollout.weights import Box, Shape
 
 
@@ -38,6 +38,7 @@ class FSDP2Source(BoundSource):
         items = held_items(weights, naming.wants)
         check_all(items)
         super().__init__(weights, items, naming, agreement)
+        self._boxes: dict[int, list[Box]] = {}  # by what is bound
         self._buffer: Tensor | None = None
         self._cast: tuple[Tensor | None, Tensor | None] = (None, None)  # a shard as last gathered
         self._place: BufferFor = lambda dtype, shape: None
@@ -146,15 +147,17 @@ class FSDP2Source(BoundSource):
             return [(box, cast.reshape(box.shape)) for box in self._held(tensor)]
         return super().local_values(name)
 
-    @torch.no_grad()
     def held_values(self, name: str) -> list[tuple[Box, Tensor]]:
         tensor = self._bound[name]
-        held = readable(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        held = readable(name, local_part(tensor))
         return [(box, held.reshape(box.shape)) for box in self._held(tensor)]
 
     def _held(self, tensor: Tensor) -> list[Box]:
         """The box that this rank sends; FSDP keeps DTensors alike."""
-        return local_box(tensor) if self._sends(isinstance(tensor, DTensor)) else []
+        if (known := self._boxes.get(id(tensor))) is None:
+            sends = self._sends(isinstance(tensor, DTensor))
+            known = self._boxes[id(tensor)] = local_box(tensor) if sends else []
+        return known
 
 
 Weights = nn.Module | Pairs

@@ -169,6 +169,7 @@ class Incoming:
         self.merged, self._wanted, self._dtype = merged, wanted, wanted.dtype
         self._left: Tensor | None = None  # the last that was yielded as it is
         self._at_hand: list[tuple[str, Tensor]] | None = None
+        self._held: dict[str, list[tuple[Box, Tensor]] | None] = {}
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -256,9 +257,15 @@ class Incoming:
 
     def held_values(self, name: str) -> list[tuple[Box, Tensor]] | None:
         """The same where they lie, in their own dtype, until the update ends; None where the source
-        does not say that they stay.
+        does not say that they stay. Looked at once.
         """
-        found = held_values(self.inner, name) if isinstance(self.inner, LocalSource) else None
+        if name not in self._held:
+            self._held[name] = self._look(name)
+        return self._held[name]
+
+    def _look(self, name: str) -> list[tuple[Box, Tensor]] | None:
+        inner: Any = self.inner  # one that reads locally
+        found = held_values(inner, name)
         if found is None:
             return None
         for _, values in found:
