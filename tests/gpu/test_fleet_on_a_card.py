@@ -102,6 +102,46 @@ for line in sys.stdin:
                       "tensors": got.num_tensors, **said}), flush=True)
 """
 
+# One of two ranks, each of which has a half of every tensor; at each line they update together.
+HALF = """
+import json, sys, torch, torch.distributed as dist
+from safetensors.torch import load_file
+from rollout import Rollout
+from rollout.weight_sync.agreement import Agreement
+from rollout.weights import Box, TensorMeta
+address, path, meet, rank = sys.argv[1:]
+rank = int(rank)
+dist.init_process_group("gloo", init_method="file://" + meet, rank=rank, world_size=2)
+first = load_file(path + "/model.safetensors")
+halves = {}
+for name, x in first.items():
+    of = len(x) // 2
+    box = Box((rank * of,) + (0,) * (x.dim() - 1), ((rank + 1) * of,) + tuple(x.shape[1:]))
+    halves[name] = [(box, x[box.slices].cuda())]
+class Halves:
+    def __init__(self):
+        self.agreement = Agreement.over((0, 1), 60.0)
+    def metadata(self):
+        return tuple(TensorMeta(name, x.dtype, tuple(x.shape)) for name, x in first.items())
+    def local_boxes(self):
+        return [(name, [box for box, _ in found]) for name, found in halves.items()]
+    def local_values(self, name):
+        return halves[name]
+    held_values = local_values
+    def __iter__(self):
+        for name, x in first.items():
+            yield name, x if rank == 0 else x.to("meta")
+with Rollout.connect(address) as engine:
+    print("up", flush=True)
+    for line in sys.stdin:
+        for name, [(_, half)] in halves.items():
+            half.mul_(1.25)
+            first[name].mul_(1.25)
+        got = engine.update_weights(Halves(), transport="ipc", timeout=120)
+        told = ("members", "members_map", "read_in_place", "sent_bytes")
+        print(json.dumps({key: got.details.get(key) for key in told}), flush=True)
+"""
+
 
 @contextmanager
 def _running(code: str, *words: object) -> Iterator[subprocess.Popen[str]]:
@@ -250,6 +290,50 @@ def test_a_trainer_that_is_killed_while_members_read_costs_the_update_alone(
     links = fleet.front.fleet.links()
     eventually(lambda: all(link.client.info().state == "idle" for link in links), WAIT)
     assert fleet.serves(before)
+
+
+def test_every_member_maps_what_each_of_several_trainer_ranks_holds(
+    fleet: _Fleet, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Where one cannot, all is gathered to the first rank, in whose buckets it comes."""
+    address, meet = fleet.front.rollout.address, tmp_path / "meet"
+    words = [(address, tiny_qwen3, meet, rank) for rank in (0, 1)]
+    near, far = fleet.front.fleet.links()
+    version = fleet.front.rollout.weight_version
+    with _running(HALF, *words[0]) as first, _running(HALF, *words[1]) as second:
+        ranks = [first, second]
+
+        def said() -> list[str]:
+            return [rank.stdout.readline().strip() for rank in ranks]  # type: ignore[union-attr]
+
+        def update() -> Any:
+            for rank in ranks:
+                print(file=rank.stdin, flush=True)
+            one, other = said()
+            assert one == other
+            return json.loads(one)
+
+        assert said() == ["up", "up"]
+        for turn in (1, 2, 3):
+            got = update()
+            assert got["members"] == dict.fromkeys(fleet.front.names, "committed")
+            assert got["members_map"] == dict.fromkeys(fleet.front.names, CARD)
+            boxes, _, of, tensors, _ = got["read_in_place"].split()
+            assert (of, int(boxes)) == ("of", 2 * int(tensors))
+            one, other = got["sent_bytes"].split(",")
+            assert one == other != "0"
+            assert fleet.serves(version + turn)
+        fleet.befalls("refused")
+        assert "cudaIpcOpenMemHandle failed" in update()["members"][far.name]
+        fleet.befalls("")
+        assert fleet.serves(version + 4)
+        got = update()
+        assert got["members"] == dict.fromkeys(fleet.front.names, "committed")
+        assert got["members_map"] == {near.name: CARD}
+        assert got["read_in_place"] is None
+        assert fleet.serves(version + 5)
+    far._maps_no_card = None
+    far.announced(far.control.info())
 
 
 def test_where_no_member_maps_it_auto_sends_bytes_and_ipc_says_what_to_do(
