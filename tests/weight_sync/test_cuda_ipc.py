@@ -19,6 +19,7 @@ import torch
 
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
+from rollout.weight_sync.trainer.shard_layout import ShardLayout
 from rollout.weight_sync.transports import cuda_ipc, find, ways
 from rollout.weight_sync.transports.base import EngineRank
 from rollout.weight_sync.transports.broadcast import choose_backend
@@ -35,7 +36,7 @@ from rollout.weight_sync.transports.cuda_ipc import (
 )
 from rollout.weight_sync.transports.cuda_memory import Allocation, Runtime
 from rollout.weight_sync.transports.host import host_id
-from rollout.weights import TensorMeta
+from rollout.weights import Box, TensorMeta
 from rollout.wire.codec import from_plain, to_plain
 
 UUID, SECRET = str(uuid4()), "00112233445566778899aabbccddeeff"
@@ -289,3 +290,24 @@ def test_the_receiver_follows_the_engines_device() -> None:
     assert isinstance(
         find("ipc", "cuda:0").receiver(request, EngineRank(0, "cuda:0")), CudaIpcReceiver
     )
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_what_every_trainer_rank_holds_is_mapped_before_it_is_sent_or_gathered(
+    monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    """Also where the engine is in the first rank's process."""
+    monkeypatch.setattr(cuda_ipc, "why_not", lambda info: None)
+    offers = ("inline", "p2p", "broadcast", "ipc")
+    info = replace(_info(), transports=offers if near else offers[::-1])
+    have = tuple({"w": (Box((at, 0), (at + 2, 4)),)} for at in (0, 2))
+    found = {}
+    for not_mapped in (None, "", "on trainer rank 1, w: it is not contiguous"):
+        layout = ShardLayout(None, have, info.tensors, not_mapped=not_mapped)
+        found[not_mapped] = ways("auto", info, layout)[0]
+    mapped, unknown, apart = found.values()
+    assert mapped.transport.name == "ipc"
+    assert mapped.reason.endswith("map what each trainer rank holds")
+    assert unknown.transport.name == apart.transport.name == "p2p"
+    assert "not mapped" not in unknown.reason
+    assert apart.reason.endswith("; not mapped: on trainer rank 1, w: it is not contiguous")

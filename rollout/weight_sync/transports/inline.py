@@ -98,6 +98,8 @@ class Inline(Transport):
     served_as = "grpc_stream"
 
     def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
+        if holding is not None and holding.split and holding.not_mapped is None:
+            return None  # the rank reads what the others hold, too, without a gather
         near = info.transports[:1] == (self.name,) and info.tensor_parallel_size == 1
         return "the engine is in this process" if near else None
 
