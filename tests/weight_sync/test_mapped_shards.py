@@ -20,10 +20,11 @@ import torch
 from engine_ranks import Engine, same
 from test_p2p import receipt_of, replicas
 from tiny_models import write_tiny
-from trainer import fresh
-from trainer_ranks import Boxes, TrainerRanks, drifted, rows
+from trainer import fresh, nudged
+from trainer_ranks import Boxes, DeltaTrainerRanks, TrainerRanks, drifted, rows
 
 from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed, TransferFailed
+from rollout.weight_sync.protocol.messages import QuantizationGrid
 from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
@@ -236,6 +237,47 @@ def test_where_one_rank_has_what_cannot_be_mapped_all_send(
     assert "not mapped: on trainer rank 1, " in receipt.details["transport_reason"]
     assert why in receipt.details["transport_reason"]
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
+def test_what_an_engine_holds_quantised_is_mapped(checkpoints) -> None:
+    made = [
+        Engine(checkpoints[0], 2, weights, "plain", quantization="int8")
+        for weights in checkpoints[1:]
+    ]
+    engine, wanted = made
+    tell = engine.info
+    engine.info = lambda: replace(tell(), devices=(on_cpu.UUID,) * 2)
+    try:
+        receipt = receipt_of(
+            TrainerRanks(engine, 3).send(checkpoints[2], transport="auto", prepare=held)
+        )
+        assert in_place(receipt, 3)
+        assert same(engine.live(), wanted.live())
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_rows_that_share_a_scale_are_not_cut_apart(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    grid, tell = QuantizationGrid.of("fp8_block"), engine.info
+    monkeypatch.setattr(engine, "info", lambda: replace(tell(), grid=grid))
+    receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))
+    assert receipt.transport == "p2p"
+    assert "rows share a scale" in receipt.details["transport_reason"]
+
+
+def test_deltas_build_on_what_was_mapped(engine, checkpoints) -> None:
+    """Where they are asked for, each rank keeps its own."""
+    trainers = DeltaTrainerRanks(engine, 2)
+    told = []
+    for weights in (checkpoints[2], nudged(checkpoints[2], 0.01)):
+        told.append(trainers.send(weights, transport="auto", prepare=held))
+        assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
+    assert [receipt.details["encoding"] for receipt in told] == ["full", "delta"]
+    assert told[0].transport == "ipc"
+    assert "boxes of" in told[0].details["read_in_place"]
 
 
 @pytest.mark.more

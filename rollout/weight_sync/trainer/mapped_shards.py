@@ -30,10 +30,7 @@ def lying(source: Incoming, info: WeightInfo) -> Lying:
     transport = mapping(info)
     if transport is None:
         return Lying()
-    why = transport.why_not(info, None)
-    if why is None and "regions" not in info.features:
-        why = "the engine is of a version that maps no memory but buckets"
-    if why is not None:
+    if (why := transport.why_not(info, None) or _why_no_boxes(info)) is not None:
         return Lying(not_mapped=why)
     handles, devices = GivenHandles.to_look(info.reaches), set[torch.device]()
     with closing(handles):
@@ -48,6 +45,14 @@ def lying(source: Incoming, info: WeightInfo) -> Lying:
     if len(devices) > 1:
         return Lying(not_mapped="its tensors lie on several GPUs")
     return Lying(not_mapped=None, gpus=tuple(sorted(map(gpu_uuid, devices))))
+
+
+def _why_no_boxes(info: WeightInfo) -> str | None:
+    if "regions" not in info.features:
+        return "the engine is of a version that maps no memory but buckets"
+    if info.grid is not None and info.grid.rows > 1:
+        return "rows share a scale there, which are cut apart here"
+    return None
 
 
 def _why_not_read(handles: GivenHandles, values: Tensor) -> str | None:

@@ -265,7 +265,7 @@ class Opener:
     ) -> UpdateSession:
         """``late``: is told where the engine took part, and its ranks did not connect in time."""
         options, transport = self.options, way.transport
-        shared = transport.shared and self._own_boxes(encoding)
+        shared = transport.shared and self._write_together(encoding)
         mapped = transport.maps and self._all_mapped(encoding)
         boxes = self.layout if transport.senders == "all" or shared else None
         if transport.senders == "all":
@@ -400,10 +400,8 @@ class Opener:
             "need another transport",
         )
 
-    def _own_boxes(self, encoding: Encoding) -> bool:
-        """Whether all trainer ranks, on one host, may bring their own boxes to buckets that every
-        engine rank takes: as they write them to memory together, or as they lie.
-        """
+    def _write_together(self, encoding: Encoding) -> bool:
+        """Whether all trainer ranks write their own boxes to the memory that the engine maps."""
         layout = self.layout
         if layout is None or not (layout.divided and layout.num_hosts == 1):
             return False
@@ -414,8 +412,10 @@ class Opener:
 
     def _all_mapped(self, encoding: Encoding) -> bool:
         """Whether the engine's ranks are to map what each trainer rank holds."""
-        found = self.layout is not None and self.layout.not_mapped is None
-        return found and self._own_boxes(encoding)
+        layout = self.layout
+        if layout is None or not layout.divided or layout.not_mapped is not None:
+            return False
+        return encoding.name == "full" and encoding.keeps != "first"
 
     def _streams(self, transport: Transport, encoding: Encoding) -> int:
         """How many streams will carry the update: one of each trainer rank that can read its own

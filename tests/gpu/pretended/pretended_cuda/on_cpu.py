@@ -39,7 +39,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield cuda_memory, "Runtime", Runtime
     found = {**transports.MODULES, "ipc/cpu": transports.MODULES["ipc/cuda"]}
     yield transports, "MODULES", found
-    yield reading, "_alone", lambda model: False
+    yield reading, "_alone", lambda model: bool(model.table.quantized)
     yield bucket_sender.BucketSender, "__init__", _sender_of_small_ones
 
 
