@@ -30,11 +30,19 @@ Kind = tuple[torch.dtype, torch.dtype, bool]  # of the source, of the target; se
 def copy_regions(
     targets: Sequence[Tensor], sources: Sequence[Tensor], tables: RegionTables | None = None
 ) -> None:
+    here = targets[0].device if targets else None
+    if any(source.device != here for source in sources):  # which no launch of ours reads
+        pairs = list(zip(targets, sources, strict=True))
+        for target, source in pairs:
+            if source.device != here:
+                target.copy_(source)
+        near = [pair for pair in pairs if pair[1].device == here]
+        targets, sources = [target for target, _ in near], [source for _, source in near]
+
     def plan() -> tuple[dict[Kind, RegionTable], list[int]]:
         return _plan(targets, sources)
 
-    here = targets[0].device if targets else None
-    if tables is None or any(source.device != here for source in sources):
+    if tables is None:
         groups, alone = plan()
     else:
         groups, alone = tables.planned(places_of((*targets, *sources)), (), plan)
@@ -75,15 +83,12 @@ def _plan(
             for (a, b, lines, columns, _, here, there), _ in rows
         )
         groups.setdefault((source.dtype, target.dtype, whole), []).extend(rows)
-    at = targets[0].device
-    return {kind: make_table(rows, at) for kind, rows in groups.items()}, alone
+    return {kind: make_table(rows, targets[0].device) for kind, rows in groups.items()}, alone
 
 
 def _rows(target: Tensor, source: Tensor) -> list[tuple[Row, int]] | None:
     """What the kernel reads of one copy, and its blocks; None where it has to go by itself."""
     if target.dtype != source.dtype and not (target.dtype in FLOATS and source.dtype in FLOATS):
-        return None
-    if target.device != source.device:
         return None
     strides = zip(target.shape, source.stride(), target.stride(), strict=True)
     *outer, lines, columns = collapse(list(strides))
