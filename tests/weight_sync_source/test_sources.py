@@ -16,11 +16,15 @@ from weight_sync_source.jobs.tiny import ALIASES, Tiny, expected
 
 from rollout.errors import ConfigError, SourceFailed, TransferFailed, WeightMismatch
 from rollout.weight_sync.agreement import Agreement
-from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource
+from rollout.weight_sync.trainer.sources.base import LocalSource, WeightSource, held_values
+from rollout.weight_sync.trainer.sources.components import together
 from rollout.weight_sync.trainer.sources.detect import detect
-from rollout.weight_sync.trainer.sources.names import bind
+from rollout.weight_sync.trainer.sources.names import Naming, bind
+from rollout.weight_sync.trainer.sources.plain import PlainSource
+from rollout.weight_sync.trainer.sources.spelled import LocalSpelledSource
 from rollout.weights import Box, TensorMeta
 from rollout.weights.names import file_form
+from rollout.weights.spellings import Spellings
 from rollout.weights.wanted import WantedWeights, by_name
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -258,6 +262,63 @@ def test_names_of_a_weight_source_are_placed_as_those_of_any_other(known: bool) 
     assert own.closed
     placed = Own("model.norm.weight", "mtp:mtp.fc.weight")
     assert detect(placed).source(WantedWeights(dtype=FP32, prefixes=PREFIXES)) is placed
+
+
+class OwnHeld(Own):
+    """One that says that its tensors stay where they are."""
+
+    held_values = Own.local_values
+
+
+def test_what_says_that_its_tensors_stay_says_so_under_other_names_and_among_components() -> None:
+    name, wanted = "model.language_model.norm.weight", WantedWeights(dtype=FP32, prefixes=PREFIXES)
+    for own, stays in ((Own(name), False), (OwnHeld(name), True)):
+        source = detect(own).source(wanted)
+        beside = together({"policy": source, "draft": PlainSource(*_plain("a"))}, own.agreement)
+        assert isinstance(source, LocalSource)
+        assert isinstance(beside, LocalSource)
+        for one in (source, beside):
+            found = held_values(one, "model.norm.weight")
+            assert (found is not None) == stays
+            assert not found or found[0][1] is own.held[name]
+        assert held_values(beside, "draft:a") is not None
+
+
+def _plain(name: str) -> tuple[Any, ...]:
+    held = {name: torch.zeros(2)}
+    return held, Naming({}, FP32, lambda raw: raw), Agreement()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_tensor_are_read_where_they_lie_unless_they_are_turned(
+    transposed: bool,
+) -> None:
+    shapes = {
+        f"model.layers.0.mlp.experts.{index}.{part}_proj.weight": shape
+        for index in range(2)
+        for part, shape in {"gate": (6, 4), "up": (6, 4), "down": (4, 6)}.items()
+    }
+    spellings = Spellings.of(shapes)
+    fused = {name: torch.rand(one.shape) for name, one in spellings.fused.items()}
+    if transposed:
+        fused = {name: tensor.mT.contiguous() for name, tensor in fused.items()}
+    source = LocalSpelledSource(
+        PlainSource(fused, Naming({}, FP32, lambda raw: raw), Agreement()), spellings
+    )
+    found = source.at_hand()
+    held = {name: source.held_values(name) for name in shapes}
+    assert (found is None) == transposed
+    for name, values in held.items():
+        assert values is None or values[0][1].is_contiguous() != transposed, name
+    if found is None:
+        return
+    memory = {tensor.untyped_storage().data_ptr() for tensor in fused.values()}
+    assert dict(found).keys() == shapes.keys()
+    for name, tensor in found:
+        [(box, values)] = held[name] or ()
+        assert (tuple(tensor.shape), box) == (shapes[name], Box.full(shapes[name]))
+        assert torch.equal(tensor, values)
+        assert {x.untyped_storage().data_ptr() for x in (tensor, values)} <= memory
 
 
 @pytest.mark.parametrize("known", [True, False])
