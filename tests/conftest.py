@@ -105,6 +105,15 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """For files that start many engines of several ranks: see the module of that name."""
+    from forked_ranks import forked_ranks
+
+    with forked_ranks():
+        yield
+
+
+@pytest.fixture(scope="module")
 def ray_alone() -> Iterator[None]:
     """Ray finds every cluster of its machine: jobs that start one take turns, whichever worker
     runs them.

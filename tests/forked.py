@@ -10,12 +10,13 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["trainer_imports"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["trainer_imports"])
 _TESTS = Path(__file__).parent
 # Whoever is forked has them from the start: libraries read them when they are imported.
 QUIET = {
@@ -25,6 +26,17 @@ QUIET = {
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
 }
+
+
+def ensure_running() -> None:
+    """The process that others are forked from."""
+    before = {name: os.environ.get(name) for name in QUIET}
+    os.environ.update(QUIET)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 class Script:
@@ -38,17 +50,12 @@ class Script:
         self, script: Path, arguments: list[str], log: Path, env: Mapping[str, str] | None = None,
         *, talks: bool = True,
     ) -> None:  # fmt: skip
-        theirs, ours = _CONTEXT.Pipe(duplex=False)
-        mine, yours = _CONTEXT.Pipe(duplex=False)
+        theirs, ours = CONTEXT.Pipe(duplex=False)
+        mine, yours = CONTEXT.Pipe(duplex=False)
         run = (str(script), arguments, str(log), dict(env or {}), theirs, yours if talks else None)
-        self._process = _CONTEXT.Process(target=_run, args=run, daemon=True)
-        before = {name: os.environ.get(name) for name in QUIET}
-        os.environ.update(QUIET)
-        try:
-            self._process.start()
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        self._process = CONTEXT.Process(target=_run, args=run, daemon=True)
+        ensure_running()
+        self._process.start()
         theirs.close()
         yours.close()
         self.stdin, self.stdout = _file(ours, "wb"), _file(mine, "rb")

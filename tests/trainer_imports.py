@@ -11,6 +11,7 @@ from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
+import rollout.engine.worker.rank_process
 import rollout.rpc.client
 import rollout.testing.faults
 import rollout.weight_sync.trainer.publisher  # noqa: F401

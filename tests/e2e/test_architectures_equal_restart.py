@@ -16,7 +16,7 @@ from trainer_processes import Job
 
 from rollout import Rollout, SamplingParams
 
-pytestmark = pytest.mark.more
+pytestmark = [pytest.mark.more, pytest.mark.usefixtures("forked_ranks")]
 
 # What others are made of; where the window of a file is the default, one that acts.
 BASES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {}, "mistral": {"sliding_window": 7}}
