@@ -21,6 +21,7 @@ from addition_task import make_model, save_checkpoint, warm_up
 from answering import by_token
 from async_grpo import versions_of
 from driver import drive, parse_arguments
+from forked import Script
 from grpo import Sample, make_batch
 from learnt import check_learnt
 from ppo_zero3 import LAMBDA, advantages
@@ -39,20 +40,27 @@ def _nothing_is_left_in_shared_memory() -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def run(name: str, *arguments: str) -> dict[str, Any]:
-    """The summary that an example prints last."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert isinstance(summary, dict)
-    return summary
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs an example, in a process that has imported what most do; the summary that it prints
+    last.
+    """
+    log = tmp_path / "log"
+
+    def run(name: str, *arguments: str) -> dict[str, Any]:
+        script = Script(EXAMPLES / name, [*arguments], log)
+        try:
+            script.stdin.close()
+            lines = script.stdout.read().decode().splitlines()
+            assert script.wait(30) == 0, [*lines, log.read_text()]
+        finally:
+            script.kill()
+            script.close()
+        summary = json.loads(lines[-1])
+        assert isinstance(summary, dict)
+        return summary
+
+    return run
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -123,7 +131,11 @@ def check_difference(summary: dict[str, Any]) -> None:
     ],
 )
 def test_two_steps_learn_and_the_service_holds_what_was_learnt(
-    name: str, flags: tuple[str, ...], half_right: Path, tmp_path: Path
+    name: str,
+    flags: tuple[str, ...],
+    half_right: Path,
+    tmp_path: Path,
+    run: Callable[..., dict[str, Any]],
 ) -> None:
     if name == "ppo_zero3.py":
         pytest.importorskip("deepspeed")
@@ -153,7 +165,11 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_policy_learns_where_the_trainers_ranks_are_the_engines(
-    ranks: str, flags: tuple[str, ...], warm: Path, tmp_path: Path
+    ranks: str,
+    flags: tuple[str, ...],
+    warm: Path,
+    tmp_path: Path,
+    run: Callable[..., dict[str, Any]],
 ) -> None:
     where = ("--start", str(warm), "--output", str(tmp_path), "--ranks", ranks)
     size = ("--prompts", "64", "--samples", "8", "--steps", "20", "--lr", "1e-3", "--no-goals")
@@ -166,7 +182,9 @@ def test_a_policy_learns_where_the_trainers_ranks_are_the_engines(
 
 
 @pytest.mark.more
-def test_asynchronous_steps_know_which_tokens_are_older(half_right: Path, tmp_path: Path) -> None:
+def test_asynchronous_steps_know_which_tokens_are_older(
+    half_right: Path, tmp_path: Path, run: Callable[..., dict[str, Any]]
+) -> None:
     where = ("--start", str(half_right), "--output", str(tmp_path))
     summary = run("async_grpo.py", *SMALL, "--steps", "4", *where)
     assert summary["steps"] == 4
@@ -178,7 +196,9 @@ def test_asynchronous_steps_know_which_tokens_are_older(half_right: Path, tmp_pa
 
 
 @pytest.mark.more
-def test_a_policy_learns_the_same_whoever_drafts(half_right: Path, tmp_path: Path) -> None:
+def test_a_policy_learns_the_same_whoever_drafts(
+    half_right: Path, tmp_path: Path, run: Callable[..., dict[str, Any]]
+) -> None:
     """A copy of this policy, which has one layer, is right until the policy moves."""
     start = ("--start", str(half_right), "--draft-calls", "0")
     runs = [
@@ -194,7 +214,9 @@ def test_a_policy_learns_the_same_whoever_drafts(half_right: Path, tmp_path: Pat
 
 
 @pytest.mark.more
-def test_written_checkpoints_become_versions(tmp_path: Path) -> None:
+def test_written_checkpoints_become_versions(
+    tmp_path: Path, run: Callable[..., dict[str, Any]]
+) -> None:
     small = ("--checkpoints", "2", "--every", "1", "--layers", "1", "--no-goals")
     small += ("--replicas", "2")
     summary = run("follow_checkpoints.py", *small, "--output", str(tmp_path / "run"))
