@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from forked import Script
 
 HERE = Path(__file__).parent
 
@@ -22,6 +25,8 @@ def run(
     ``over``: a folder of packages that come before all others; ``launcher``: what python runs, and
     with which arguments, instead of the script itself.
     """
+    if over is None and not launcher:
+        return _forked(script, arguments, env)
     path = [over, HERE.parents[1], HERE.parent, os.environ.get("PYTHONPATH")]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, str(HERE / script), *map(str, arguments)],
@@ -39,6 +44,20 @@ def run(
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [found for line in done.stdout.splitlines() for found in _documents(line)]
+
+
+def _forked(script: str, arguments: Sequence[object], env: Mapping[str, str] | None) -> list[Any]:
+    """In a process that has imported torch and transformers, where those are of no other kind."""
+    with tempfile.NamedTemporaryFile("r") as log:
+        job = Script(HERE / script, list(map(str, arguments)), Path(log.name), env)
+        try:
+            job.stdin.close()
+            said = job.stdout.read().decode()
+            assert job.wait(30) == 0, log.read()[-4000:]
+        finally:
+            job.kill()
+            job.close()
+    return [found for line in said.splitlines() for found in _documents(line)]
 
 
 def _documents(line: str) -> Iterator[dict[str, Any]]:
