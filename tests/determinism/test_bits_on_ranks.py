@@ -22,6 +22,8 @@ from rollout.errors import ConfigError
 from rollout.models.config.model import ModelConfig
 from rollout.models.layers.activations import gelu_tanh, sigmoid
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SIZES = (1, 2, 4)
 MIXTURES = (
     *("qwen3_moe", "mixtral", "olmoe", "phimoe", "gpt_oss", "llama4", "minimax_m2", "glm4_moe"),

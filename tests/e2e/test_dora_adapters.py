@@ -17,6 +17,7 @@ from rollout import Rollout, SamplingParams
 from rollout.loader.peft_adapter import PeftAdapter
 
 pytestmark = [
+    pytest.mark.usefixtures("forked_ranks"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
     pytest.mark.filterwarnings("ignore:Adapter 'biased'.* invalid shape"),  # a bias has one

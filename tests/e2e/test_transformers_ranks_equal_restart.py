@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 import transformers_sweep
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SIZES = {"vocab_size": 301, "max_position_embeddings": 512}
 
 

@@ -19,6 +19,8 @@ from rollout import EngineConfig, Rollout, SamplingParams
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.server.preflight import Preflight, check
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 PROMPTS = [[7, 3, 11, 200, 5, 9, 42, 17] * 3, [7, 3, 11, 200, 5, 9, 42, 17, 3, 4], [90, 91] * 4]
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=2, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)

@@ -21,6 +21,8 @@ from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig
 from rollout.server.preflight import check
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 SETTINGS = {
     "device": "cpu", "dtype": "float32", "num_threads": 1, "block_size": 8, "max_model_len": 128,
     "num_kv_blocks": 64, "max_num_seqs": 6, "max_num_batched_tokens": 24, "timeout": 20.0,

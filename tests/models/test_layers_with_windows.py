@@ -21,6 +21,8 @@ from rollout.engine.worker.kv_cache import KVShape
 from rollout.models.config.model import ModelConfig
 from rollout.models.decoder.kv_groups import blocks_of_sequence, kv_groups
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 RELEASES = Path(__file__).parent / "releases"
 # Sliding layers; groups; layers of a page; blocks of 32 that 32,768 tokens hold, in steps of 2048.
 RELEASED = {

@@ -21,6 +21,8 @@ from rollout.errors import ConfigError, WeightMismatch
 from rollout.models.prediction.head import PredictionHead
 from rollout.server.preflight import Preflight, check
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 DRAFTS = {"draft_component": "mtp", "num_speculative_tokens": 3}
 PROMPTS = [[7, 3, 11, 200, 5, 9, 42, 17] * 3, [7, 3, 11, 200, 5, 9, 42, 17, 3, 4], [90, 91] * 4]
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, n=2, ignore_eos=True)

@@ -17,6 +17,8 @@ from rollout.models.config.model import ModelConfig
 from rollout.models.weight_io.table import check_tables
 from rollout.server.preflight import check
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 ENGINE: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "num_threads": 1, "num_kv_blocks": 32,
     "skip_tokenizer_init": True, "block_size": 4, "tensor_parallel_size": 2,
