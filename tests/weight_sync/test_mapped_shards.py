@@ -23,7 +23,7 @@ from tiny_models import write_tiny
 from trainer import fresh, nudged
 from trainer_ranks import Boxes, DeltaTrainerRanks, TrainerRanks, drifted, rows
 
-from rollout.errors import ChecksumMismatch, RolloutError, SourceFailed, TransferFailed
+from rollout.errors import ChecksumMismatch, ConfigError, RolloutError, SourceFailed, TransferFailed
 from rollout.weight_sync.protocol.messages import QuantizationGrid
 from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory
 
@@ -278,6 +278,19 @@ def test_deltas_build_on_what_was_mapped(engine, checkpoints) -> None:
     assert [receipt.details["encoding"] for receipt in told] == ["full", "delta"]
     assert told[0].transport == "ipc"
     assert "boxes of" in told[0].details["read_in_place"]
+
+
+def test_a_trainer_that_lacks_the_libraries_of_cuda_sends(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    def lacking():
+        raise ConfigError("CUDA IPC needs libcudart.so.12, which cannot be loaded")
+
+    monkeypatch.setattr(cuda_memory, "Runtime", lacking)
+    receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))
+    assert receipt.transport == "p2p"
+    assert "cannot be loaded" in receipt.details["transport_reason"]
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
 
 
 @pytest.mark.more

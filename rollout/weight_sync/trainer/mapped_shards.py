@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.in_place import Given
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, WeightInfo
 from rollout.weight_sync.trainer.reshard import BoxRounds, within
@@ -32,7 +33,11 @@ def lying(source: Incoming, info: WeightInfo) -> Lying:
         return Lying()
     if (why := transport.why_not(info, None) or _why_no_boxes(info)) is not None:
         return Lying(not_mapped=why)
-    handles, devices = GivenHandles.to_look(info.reaches), set[torch.device]()
+    try:
+        handles = GivenHandles.to_look(info.reaches)
+    except RolloutError as error:  # CUDA's libraries do not do it here; others send nonetheless
+        return Lying(not_mapped=str(error))
+    devices = set[torch.device]()
     with closing(handles):
         for name, boxes in source.local_boxes():
             held = source.held_values(name) if boxes else []
