@@ -21,7 +21,7 @@ from engine_ranks import Engine, same
 from test_p2p import receipt_of, replicas
 from tiny_models import write_tiny
 from trainer import fresh, nudged
-from trainer_ranks import Boxes, DeltaTrainerRanks, TrainerRanks, drifted, rows
+from trainer_ranks import Boxes, DeltaTrainerRanks, TrainerRanks, drifted, rows, whole
 
 from rollout.errors import ChecksumMismatch, ConfigError, RolloutError, SourceFailed, TransferFailed
 from rollout.weight_sync.protocol.messages import QuantizationGrid
@@ -291,6 +291,50 @@ def test_a_trainer_that_lacks_the_libraries_of_cuda_sends(
     assert receipt.transport == "p2p"
     assert "cannot be loaded" in receipt.details["transport_reason"]
     assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
+class Gathered(Held):
+    """Held, and its ranks can also gather."""
+
+    gathers = 0
+
+    def __iter__(self):
+        Gathered.gathers += 1
+        for name, tensor in self._weights.items():
+            yield name, tensor if self.agreement.is_sender else tensor.to("meta")
+
+
+def test_what_every_rank_holds_whole_is_not_said_to_be_mapped_of_each(engine, checkpoints) -> None:
+    trainers = DeltaTrainerRanks(engine, 2, whole)
+    receipt = trainers.send(
+        checkpoints[2], transport="auto", encoding="full", prepare=lambda _, x: Gathered(x)
+    )
+    assert receipt.transport == "ipc"
+    assert "its GPUs' memory can be mapped" in receipt.details["transport_reason"]
+
+
+def test_where_no_rank_can_map_the_memory_all_send(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    def refused(self, nbytes, handle):
+        raise TransferFailed("cudaIpcOpenMemHandle failed")
+
+    monkeypatch.setattr(cuda_ipc._Flagged, "map", refused)
+    receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))
+    assert receipt.transport == "p2p"
+    assert "cudaIpcOpenMemHandle failed" in receipt.details["transport_reason"]
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+    got = trainers.send(checkpoints[1], transport="ipc", prepare=held)
+    assert all("cudaIpcOpenMemHandle failed" in str(one) for one in got), got
+
+
+def test_of_part_of_a_model_whose_copies_are_kept_boxes_are_sent(engine, checkpoints) -> None:
+    name = "model.norm.weight"
+    receipt = DeltaTrainerRanks(engine, 2).send(
+        {name: checkpoints[2][name]}, transport="auto", prepare=held, partial=True
+    )
+    assert receipt.transport == "p2p"
+    assert "copies are kept for deltas" in receipt.details["transport_reason"]
 
 
 @pytest.mark.more

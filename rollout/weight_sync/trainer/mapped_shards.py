@@ -92,7 +92,6 @@ class MappedShards(BoxRounds):
                 raise
 
     def _lend(self, rounds: tuple[BucketHeader, ...], give: Give) -> None:
-        self.together("connect", self._connect)
         for header in rounds:
             said = self.together(f"bucket {header.index}", partial(self._read, header, give))
             if self._first is not None:
@@ -100,10 +99,6 @@ class MappedShards(BoxRounds):
                 self._first.announce_given(header, given)
         self.together("last buckets", self._flush)
         self.together("digests", self.digest_rest)
-
-    def _connect(self) -> None:
-        if self._first is not None:
-            self._first.connect()
 
     def _read(self, header: BucketHeader, give: Give) -> Mapping[str, Any]:
         """Digest this rank's boxes of a bucket, and say where its entries lie."""

@@ -221,7 +221,8 @@ class Opener:
             raise source_failed(error, "") from error
         # Changes are spread over the trainer's ranks by themselves.
         boxes = encoding.name == "full" or by_boxes(self.options.transport, self.info)
-        left = list(ways(self.options.transport, self.info, self.layout if boxes else None))
+        layout = self._looked_at(encoding) if boxes else None
+        left = list(ways(self.options.transport, self.info, layout))
         left, late = self._without_late(left), dict[str, str]()
         while True:
             try:
@@ -233,11 +234,24 @@ class Opener:
             except (TransferFailed, ConfigError, DeadlineExceeded) as error:
                 if len(left) == 1:
                     raise
-                del left[0]
+                failed = left.pop(0).transport
+                if failed.maps and layout is not None and layout.not_mapped is None:
+                    layout = replace(layout, not_mapped="")  # boxes may be sent then
+                    again = ways(self.options.transport, self.info, layout)
+                    left = [way for way in again if way.transport.name != failed.name]
+                    left = self._without_late(left)
                 left[0] = Way(left[0].transport, f"{left[0].reason}: {error}")
             else:
                 self._pass_over(late, session)
                 return session
+
+    def _looked_at(self, encoding: Encoding) -> ShardLayout | None:
+        """What trainer ranks hold; that it can be mapped is told where it will be."""
+        layout = self.layout
+        if layout is None or layout.not_mapped is not None or self._all_mapped(encoding):
+            return layout
+        why = "copies are kept for deltas" if layout.divided else ""
+        return replace(layout, not_mapped=why)
 
     def _pass_over(self, late: Mapping[str, str], session: UpdateSession) -> None:
         """Have no update wait soon for a way that was not there, as behind a firewall."""
@@ -305,7 +319,8 @@ class Opener:
                 plan = self._plan_boxes(encoding, meet)
             buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
-            if boxes is None:  # else every trainer rank connects, after it has been told where
+            # Elsewhere every trainer rank connects, after it has been told where.
+            if plan.meet is None or "flags" in plan.meet:
                 try:
                     buckets.connect()
                 except DeadlineExceeded as error:
