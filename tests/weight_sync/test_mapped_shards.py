@@ -24,8 +24,10 @@ from trainer import fresh, nudged
 from trainer_ranks import Boxes, DeltaTrainerRanks, TrainerRanks, drifted, rows, whole
 
 from rollout.errors import ChecksumMismatch, ConfigError, RolloutError, SourceFailed, TransferFailed
+from rollout.models.weight_io import table
 from rollout.weight_sync.protocol.messages import QuantizationGrid
 from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory
+from rollout.weights import Box
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
 
@@ -335,6 +337,34 @@ def test_of_part_of_a_model_whose_copies_are_kept_boxes_are_sent(engine, checkpo
     )
     assert receipt.transport == "p2p"
     assert "copies are kept for deltas" in receipt.details["transport_reason"]
+
+
+def columns(shape, rank: int, size: int) -> list[Box]:
+    """Every rank has a part of each row, as of what is tensor-parallel along its inputs."""
+    if len(shape) == 1:
+        return rows(shape, rank, size)
+    [box] = rows(shape[::-1], rank, size)
+    return [Box(box.starts[::-1], box.stops[::-1])]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4"])
+def test_of_rows_that_share_a_scale_few_wait_for_their_other_halves(
+    checkpoints, monkeypatch, scheme
+) -> None:
+    monkeypatch.setattr(table, "PENDING", 0)  # two of the largest tensors may
+    quantised, other = (
+        Engine(checkpoints[0], 2, weights, quantization=scheme) for weights in checkpoints[1:]
+    )
+    tell = quantised.info
+    quantised.info = lambda: replace(tell(), devices=(on_cpu.UUID,) * 2)
+    try:
+        trainers = TrainerRanks(quantised, 2, columns)
+        receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))
+        assert in_place(receipt, 2), receipt
+        assert same(quantised.live(), other.live())
+    finally:
+        quantised.close()
+        other.close()
 
 
 @pytest.mark.more

@@ -104,7 +104,9 @@ class Sending:
             return
         assert self._layout is not None
         size = min(self._plan.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
-        if "flags" in self._plan.meet:  # all ranks digest their parts of one at once
+        # All ranks digest their parts of one at once. Of quantised weights no more may come than an
+        # engine lets wait for what shares their scales, and lies on another rank.
+        if "flags" in self._plan.meet and not info.quantized:
             size = IN_PLACE_BYTES * self._group.size
         self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
 
