@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -365,6 +366,22 @@ def test_of_rows_that_share_a_scale_few_wait_for_their_other_halves(
     finally:
         quantised.close()
         other.close()
+
+
+def test_a_rank_that_finds_no_flags_gives_the_engine_time_to_stop(monkeypatch) -> None:
+    """The first rank's process may be dead, of which the engine hears by itself."""
+
+    def gone(self, nbytes, handle):
+        raise TransferFailed("cudaIpcOpenMemHandle failed")
+
+    monkeypatch.setattr(cuda_ipc._Mapping, "map", gone)
+    monkeypatch.setattr(cuda_ipc, "_OPEN_WAIT", 0.3)
+    packed = cuda_memory.pack_handle(on_cpu.UUID, 3 * cuda_ipc.FLAGS, "0" * 32, bytes(64))
+    offer = cuda_ipc.SharedAllocation(handle=packed, secret="0" * 32, half=cuda_ipc.FLAGS)
+    started = time.monotonic()
+    with closing(cuda_ipc.CudaIpcLender(offer, 1, timeout=10.0)) as lender:
+        lender.until_unread()
+    assert time.monotonic() - started >= 0.3
 
 
 @pytest.mark.more

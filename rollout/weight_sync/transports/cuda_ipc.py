@@ -304,18 +304,26 @@ class CudaIpcLender:
         """After a failure: until no rank reads this process's tensors any more. Looked at from here
         no sooner: what maps memory of another GPU may take some of that.
         """
+        flags = self._flags()
+        if flags is None:
+            time.sleep(min(self._timeout, _OPEN_WAIT))  # the engine has heard by then
+        else:
+            until_unread(flags, self._timeout)
+
+    def _flags(self) -> Tensor | None:
+        """None where this rank does not see them, and where they are gone: were they freed, as no
+        rank had them open, or is the first rank's process dead, while the engine still reads?
+        """
         shared = self._offer
         uuid, handle = unpack_handle(shared.handle, shared.size, shared.secret)
         owner = device_of(uuid)
         if owner is None:
-            time.sleep(min(self._timeout, _OPEN_WAIT))  # the engine has heard by then
-            return
+            return None
         seen = _Mapping(shared.secret, owner, torch.cuda.current_stream(owner))
         try:
-            flags = seen.map(shared.size, handle)[: self._num_flags]
+            return seen.map(shared.size, handle)[: self._num_flags]
         except TransferFailed:
-            return  # freed, as no rank had it open, or its process is gone
-        until_unread(flags, self._timeout)
+            return None
 
     def give(self, tensors: Sequence[Tensor]) -> Given:
         return self._handles.give(tensors)
