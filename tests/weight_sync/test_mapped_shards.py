@@ -26,7 +26,7 @@ from trainer_ranks import Boxes, DeltaTrainerRanks, TrainerRanks, drifted, rows,
 
 from rollout.errors import ChecksumMismatch, ConfigError, RolloutError, SourceFailed, TransferFailed
 from rollout.models.weight_io import table
-from rollout.weight_sync.protocol.messages import QuantizationGrid
+from rollout.weight_sync.protocol.messages import Mappers, QuantizationGrid
 from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory
 from rollout.weights import Box
 
@@ -382,6 +382,30 @@ def test_a_rank_that_finds_no_flags_gives_the_engine_time_to_stop(monkeypatch) -
     with closing(cuda_ipc.CudaIpcLender(offer, 1, timeout=10.0)) as lender:
         lender.until_unread()
     assert time.monotonic() - started >= 0.3
+
+
+def test_for_a_member_that_was_given_up_the_first_rank_keeps_what_it_lent(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    kept: list[int] = []
+    free, accepted = cuda_ipc._free, cuda_ipc.CudaIpcSender.accepted
+
+    def freed(*given):
+        kept.append(sum(tensor.nbytes for tensor in given[-1]))
+        free(*given)
+
+    def of_a_fleet(self, begun):
+        mappers = Mappers(ranks=self.num_flags, reaches=(on_cpu.UUID,))
+        accepted(self, replace(begun, mappers=mappers))
+
+    monkeypatch.setattr(cuda_ipc, "_free", freed)
+    monkeypatch.setattr(cuda_ipc.CudaIpcSender, "accepted", of_a_fleet)
+    receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))
+    assert in_place(receipt, 2), receipt
+    deadline = time.monotonic() + 5
+    while not kept and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert kept == [int(receipt.details["sent_bytes"].split(",")[0])]
 
 
 @pytest.mark.more

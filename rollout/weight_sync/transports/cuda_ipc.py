@@ -260,11 +260,11 @@ class CudaIpcSender(Sender):
         self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
     ) -> None:
         """Announce where the tensors lie within the allocations around them."""
-        if self._mappers is not None:
-            self._kept += regions
-        self.given(channel, header, [self._handles.give(regions)])
+        self.given(channel, header, [self.give(regions)])
 
     def give(self, tensors: Sequence[Tensor]) -> Given:
+        if self._mappers is not None:
+            self._kept += tensors
         return self._handles.give(tensors)
 
     def given(self, channel: WeightChannel, header: BucketHeader, given: Sequence[Given]) -> None:
