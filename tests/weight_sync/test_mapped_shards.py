@@ -408,6 +408,25 @@ def test_for_a_member_that_was_given_up_the_first_rank_keeps_what_it_lent(
     assert kept == [int(receipt.details["sent_bytes"].split(",")[0])]
 
 
+def test_where_a_fleets_member_does_not_map_what_each_rank_holds_it_is_gathered(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    accepted = cuda_ipc.CudaIpcSender.accepted
+
+    def of_a_fleet(self, begun):
+        mappers = Mappers(ranks=self.num_flags, reaches=("another",))
+        accepted(self, replace(begun, mappers=mappers))
+
+    monkeypatch.setattr(cuda_ipc.CudaIpcSender, "accepted", of_a_fleet)
+    receipt = receipt_of(
+        trainers.send(checkpoints[2], transport="auto", prepare=lambda _, x: Gathered(x))
+    )
+    assert receipt.transport == "ipc"
+    assert receipt.details["transport_reason"].endswith("holds, but not of every GPU")
+    assert "read_in_place" not in receipt.details
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("world", [1, 3])
 def test_shards_of_fsdp2_in_processes_of_their_own(tmp_path: Path, world: int) -> None:

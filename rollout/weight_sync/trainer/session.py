@@ -309,6 +309,8 @@ class Opener:
                 meet = {"offer": dict(sender.offer), "flags": sender.num_flags}
                 plan = self._plan_boxes(encoding, meet)
             elif boxes is None:
+                if mapped:
+                    way = Way(transport, f"{way.reason}, but not of every GPU")
                 plan = self._plan(encoding, request, channel, streams)
             else:
                 meet = {"offer": dict(sender.offer)}

@@ -92,12 +92,10 @@ class Runtime:
         name = handle.rstrip(b"\0").decode()
         if name in self._own or name.startswith(f"/proc/{os.getpid()}/"):
             raise TransferFailed("cudaIpcOpenMemHandle failed: invalid device context (201)")
-        if name.startswith("/proc/"):
-            try:
-                return self._map(Path(name), own=False)
-            except OSError as error:
-                raise TransferFailed(f"cudaIpcOpenMemHandle failed: {error}") from error
-        return self._map(Path(tempfile.gettempdir(), name), own=False)
+        try:
+            return self._map(Path(tempfile.gettempdir(), name), own=False)
+        except OSError as error:
+            raise TransferFailed(f"cudaIpcOpenMemHandle failed: {error}") from error
 
     def around(self, pointer: int) -> Allocation:
         assert threading.get_ident() in self._threads, "the driver is asked without a context"
