@@ -395,7 +395,7 @@ def test_for_a_member_that_was_given_up_the_first_rank_keeps_what_it_lent(
         free(*given)
 
     def of_a_fleet(self, begun):
-        mappers = Mappers(ranks=self.num_flags, reaches=(on_cpu.UUID,))
+        mappers = Mappers(ranks=self._num_flags, reaches=(on_cpu.UUID,))
         accepted(self, replace(begun, mappers=mappers))
 
     monkeypatch.setattr(cuda_ipc, "_free", freed)
@@ -414,7 +414,7 @@ def test_where_a_fleets_member_does_not_map_what_each_rank_holds_it_is_gathered(
     accepted = cuda_ipc.CudaIpcSender.accepted
 
     def of_a_fleet(self, begun):
-        mappers = Mappers(ranks=self.num_flags, reaches=("another",))
+        mappers = Mappers(ranks=self._num_flags, reaches=("another",))
         accepted(self, replace(begun, mappers=mappers))
 
     monkeypatch.setattr(cuda_ipc.CudaIpcSender, "accepted", of_a_fleet)

@@ -116,7 +116,7 @@ class WeightLoad:
         long as those lie where they are.
 
         None where what comes under one of the names is more than a copy: it has another name here
-        or is split, is quantised or an alias, or lies in tiles; or where some of it comes twice.
+        or is split, is quantised or an alias, or lies in tiles; or where one of them comes twice.
         """
         table = self._table
         if len({*parts}) != len(parts):

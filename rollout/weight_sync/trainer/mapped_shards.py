@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.in_place import Given
-from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, WeightInfo
+from rollout.weight_sync.protocol.messages import BucketHeader, WeightInfo
 from rollout.weight_sync.trainer.reshard import BoxRounds, within
 from rollout.weight_sync.trainer.shard_layout import Lying
 from rollout.weight_sync.trainer.sources.values import Incoming
@@ -76,10 +76,7 @@ class MappedShards(BoxRounds):
     """
 
     def run(self, rounds: tuple[BucketHeader, ...], meet: Mapping[str, Any]) -> None:
-        """Have everything read; returns when it has been, and all boxes are digested.
-
-        ``meet``: the first rank's offer, and how many flags it looks at.
-        """
+        """Have everything read; returns when it has been, and all boxes are digested."""
         if self._first is not None:
             self._lend(rounds, self._first.give)
             return
@@ -110,7 +107,7 @@ class MappedShards(BoxRounds):
             box, part = within(held, entry)
             boxes[entry.name, box] = held[box]
             values.append(part)
-        self._digest(header.index, boxes)
+        self._digest(boxes)
         self._stats.wire_bytes += sum(part.nbytes for part in values)
         return {"given": to_plain(give(values))}
 
@@ -120,20 +117,13 @@ class MappedShards(BoxRounds):
             for name in self._boxes.layout.have[self._group.rank]
             for box, values in self._boxes.held(name).items()
         )
-        self._digest(-1, dict(boxes))
+        self._digest(dict(boxes))
 
-    def _digest(self, index: int, boxes: Mapping[tuple[str, Box], Tensor]) -> None:
+    def _digest(self, boxes: Mapping[tuple[str, Box], Tensor]) -> None:
         """Those that have not been, all at once."""
         left = {at: values for at, values in boxes.items() if at not in self._stats.digests}
         if left:
-            wire = {name: self._boxes.metadata[name].dtype for name, _ in left}
-            entries = tuple(self._entry(*at, values) for at, values in left.items())
-            header = BucketHeader(max(0, index), entries, 0)
-            self._stats.digest_in_place(header, [*left.values()], lambda name, _: wire[name])
-
-    def _entry(self, name: str, box: Box, values: Tensor) -> BucketEntry:
-        shape = self._boxes.metadata[name].shape
-        return BucketEntry(name, values.dtype, shape, box, 0, values.nbytes)
+            self._stats.digest_boxes(left, self._boxes.metadata)
 
     def _flush(self) -> None:
         if self._first is not None:

@@ -24,11 +24,15 @@ from rollout.weights import Box
 
 
 class BoxRounds:
-    """What trainer ranks do who each send their own boxes: they go from round to round together,
+    """What trainer ranks do who each bring their own boxes: they go from round to round together,
     or all fail.
 
     ``first``: the first rank's way to the engine, None on the others.
     """
+
+    def run(self, rounds: tuple[BucketHeader, ...], meet: Mapping[str, Any]) -> None:
+        """All of them; ``meet``: as the ``UpdatePlan`` has it."""
+        raise NotImplementedError
 
     def __init__(
         self,
@@ -82,11 +86,8 @@ class BoxSending(BoxRounds):
     rank may overwrite what it sent of it.
     """
 
-    def run(self, rounds: tuple[BucketHeader, ...], offer: Mapping[str, Any]) -> None:
-        """Send everything; returns when it has arrived and all boxes are digested.
-
-        ``offer``: the first rank's, which says where to meet.
-        """
+    def run(self, rounds: tuple[BucketHeader, ...], meet: Mapping[str, Any]) -> None:
+        """Send everything; returns when it has arrived and all boxes are digested."""
         rank = self._group.rank
         buffers = _buffers(rounds, rank)
         with ExitStack() as stack:
@@ -94,7 +95,7 @@ class BoxSending(BoxRounds):
             if self._first is not None:
                 sender = self._first
             else:
-                member = P2PMember(offer, rank)
+                member = P2PMember(meet["offer"], rank)
                 sender = _Follower(stack.enter_context(closing(member)), self._timeout)
             self.together("connect", sender.connect)
             for header in rounds:

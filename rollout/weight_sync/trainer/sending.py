@@ -106,7 +106,7 @@ class Sending:
         size = min(self._plan.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
         # All ranks digest their parts of one at once. Of quantised weights no more may come than an
         # engine lets wait for what shares their scales, and lies on another rank.
-        if "flags" in self._plan.meet and not info.quantized:
+        if self._plan.pieces == "mapped" and not info.quantized:
             size = IN_PLACE_BYTES * self._group.size
         self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
 
@@ -178,15 +178,13 @@ class Sending:
         """Collective: send this rank's boxes straight to the engine's ranks, round by round, or
         into memory that those share with all trainer ranks, or leave them where they lie.
         """
-        meet = self._plan.meet
         assert self._boxes is not None
-        assert meet is not None
-        rest = self._group, self._first, self._stats, self._options.timeout, watch
-        if "flags" in meet:
-            MappedShards(self._boxes, *rest).run(rounds, meet)
-            return
-        by = SharedBuckets if "longest" in meet else BoxSending
-        by(self._boxes, *rest).run(rounds, meet["offer"])
+        assert self._plan.meet is not None
+        by = {"boxes": BoxSending, "shared": SharedBuckets, "mapped": MappedShards}
+        sending = by[self._plan.pieces](
+            self._boxes, self._group, self._first, self._stats, self._options.timeout, watch
+        )
+        sending.run(rounds, self._plan.meet)
 
     def commit(self) -> UpdateReceipt:
         """Collective: the first rank collects digests and byte counts, seals and commits."""

@@ -52,12 +52,12 @@ class UpdatePlan:
     """What every trainer rank has to know about an open update.
 
     ``pieces``: "gathered": whole tensors come to the first rank; "shards": each rank sends what it
-    holds; "boxes": each sends it straight to the engine ranks that want it. ``bucket_bytes``: the
-    first rank's, by which all cut and vote. ``own_digests``: each rank digests what it holds,
+    holds; "boxes": each sends it straight to the engine ranks that want it; "shared": each writes
+    it to memory that the engine's ranks map; "mapped": these map what each holds. ``bucket_bytes``:
+    the first rank's, by which all cut and vote. ``own_digests``: each rank digests what it holds,
     instead of the first one what was gathered. ``join``: how a rank opens a stream of its own, if
     it has one. ``meet``: where ranks meet for boxes, and which boxes go where; or the memory that
-    they write buckets to together, at most ``longest`` bytes; or the memory whose ``flags`` say
-    who reads their own.
+    they write buckets to together, at most ``longest`` bytes; or what ``Sender.lend`` said.
     """
 
     pieces: str
@@ -150,7 +150,7 @@ class UpdateSession:
         stats, encoding = self.stats, self.plan.encoding
         details = {"sent_bytes": ",".join(map(str, sent))} if sent else {}
         if count := self.buckets.read_in_place:
-            whole = self.plan.meet is None
+            whole = self.plan.pieces != "mapped"
             boxes = "" if whole else f"boxes of {len(self.request.metadata or ())} "
             details["read_in_place"] = f"{count} {boxes}tensors"
         if self.merged:
@@ -304,25 +304,24 @@ class Opener:
             request = self._request(transport, sender, encoding, metadata, source)
             begun = channel.begin(request)
             sender.accepted(begun)
-            if mapped and self.layout is not None and sender.maps(self.layout.gpus):
-                boxes = self.layout
-                meet = {"offer": dict(sender.offer), "flags": sender.num_flags}
-                plan = self._plan_boxes(encoding, meet)
+            offer = {"offer": dict(sender.offer)}
+            lent = sender.lend(self.layout.gpus) if mapped and self.layout is not None else None
+            if lent is not None:
+                plan = self._plan_boxes("mapped", encoding, {**offer, **lent})
             elif boxes is None:
                 if mapped:
                     way = Way(transport, f"{way.reason}, but not of every GPU")
                 plan = self._plan(encoding, request, channel, streams)
+            elif shared:
+                longest = {"longest": sender.buffers[0].numel()}
+                plan = self._plan_boxes("shared", encoding, {**offer, **longest})
             else:
-                meet = {"offer": dict(sender.offer)}
-                if shared:
-                    meet["longest"] = sender.buffers[0].numel()
-                else:
-                    meet |= self.plans.wants_for(begun, boxes)
-                plan = self._plan_boxes(encoding, meet)
+                wants = self.plans.wants_for(begun, boxes)
+                plan = self._plan_boxes("boxes", encoding, {**offer, **wants})
             buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
             # Elsewhere every trainer rank connects, after it has been told where.
-            if plan.meet is None or "flags" in plan.meet:
+            if plan.pieces not in ("boxes", "shared"):
                 try:
                     buckets.connect()
                 except DeadlineExceeded as error:
@@ -443,9 +442,9 @@ class Opener:
             return 1
         return len(layout.have) if transport.streams and self.link.joins else 1
 
-    def _plan_boxes(self, encoding: Encoding, meet: Mapping[str, Any]) -> UpdatePlan:
+    def _plan_boxes(self, how: str, encoding: Encoding, meet: Mapping[str, Any]) -> UpdatePlan:
         return UpdatePlan(
-            pieces="boxes", encoding=encoding, bucket_bytes=self.options.bucket_bytes,
+            pieces=how, encoding=encoding, bucket_bytes=self.options.bucket_bytes,
             own_digests=True, meet=meet,
         )  # fmt: skip
 

@@ -27,15 +27,12 @@ class SharedBuckets(BoxRounds):
 
     _written = 0  # bytes
 
-    def run(self, rounds: tuple[BucketHeader, ...], offer: Mapping[str, Any]) -> None:
-        """Write everything; returns when it has been taken and all boxes are digested.
-
-        ``offer``: the first rank's, of the memory.
-        """
+    def run(self, rounds: tuple[BucketHeader, ...], meet: Mapping[str, Any]) -> None:
+        """Write everything; returns when it has been taken and all boxes are digested."""
         with ExitStack() as stack:
             memory: BucketSender | SharedWriter | None = self._first
             if memory is None:
-                writer = SharedWriter(from_plain(SharedFile, offer))
+                writer = SharedWriter(from_plain(SharedFile, meet["offer"]))
                 memory = stack.enter_context(closing(writer))
             self.together("connect", memory.connect)
             for header in rounds:

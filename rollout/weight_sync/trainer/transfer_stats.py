@@ -15,7 +15,7 @@ from rollout.kernels.region_table import RegionTables
 from rollout.weight_sync.protocol.digests import MASK, combine
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer.sources.base import Piece
-from rollout.weights import Box, Shape
+from rollout.weights import Box, Shape, TensorMeta
 
 WireDtype = Callable[[str, torch.dtype], torch.dtype]  # of a tensor's name and dtype
 
@@ -63,6 +63,19 @@ class TransferStats:
         """Nothing of one without values: another rank has them."""
         if not piece.values.is_meta:
             self.digest(piece.name, piece.values, piece.shape, piece.box)
+
+    def digest_boxes(
+        self, boxes: Mapping[tuple[str, Box], Tensor], metadata: Mapping[str, TensorMeta]
+    ) -> None:
+        """The digests of boxes by (name, box), on one device, each once it is cast to the dtype
+        that ``metadata`` says.
+        """
+        started = time.perf_counter()
+        places = [DigestedAs(metadata[n].shape, box, metadata[n].dtype) for n, box in boxes]
+        found = digest_regions([*boxes.values()], places, self.tables)
+        for at, (value, _) in zip(boxes, found, strict=True):
+            self.digests[at] = value
+        self.digest_seconds += time.perf_counter() - started
 
     def digest_in_place(
         self,

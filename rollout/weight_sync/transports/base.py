@@ -112,7 +112,6 @@ class Sender:
     device: str = "cpu"
     bytes_go: Literal["channel", "memory", "group"] = "group"
     sent_bytes: int = 0  # by this rank so far, where every trainer rank sends
-    num_flags: int = 0  # where it maps: ranks that say by a flag each that they read
 
     def accepted(self, begun: Begun) -> None:
         """What the engine has answered to the offer; called once, before ``connect``."""
@@ -143,20 +142,20 @@ class Sender:
         raise NotImplementedError
 
     def give(self, tensors: Sequence[Tensor]) -> Given:
-        """Where tensors lie that ``maps`` allows, for ``given``."""
+        """Where tensors lie that are lent, for ``given``."""
         raise NotImplementedError
 
     def given(self, channel: WeightChannel, header: BucketHeader, given: Sequence[Given]) -> None:
-        """Announce a bucket of what ``maps`` allows, each entry of it where ``given`` says, one
-        trainer rank's after another's; all of it stays until ``wait``.
+        """Announce a bucket of what is lent, each entry of it where ``given`` says, one trainer
+        rank's after another's; all of it stays until ``wait``.
         """
         raise NotImplementedError
 
-    def maps(self, gpus: Iterable[str]) -> bool:
-        """Whether every trainer rank's tensors, on these GPUs, will be read where they lie; asked
-        once the engine has accepted.
+    def lend(self, gpus: Iterable[str]) -> Mapping[str, Any] | None:
+        """What the trainer's other ranks have to know (JSON-able) so that all their tensors, on
+        these GPUs, are read where they lie; None where they are not. Once the engine has accepted.
         """
-        return False
+        return None
 
     def close(self) -> None:
         """Let go at once; peers blocked on it see an error. Idempotent."""

@@ -179,7 +179,7 @@ class CudaIpcSender(Sender):
         mapped: bool = False,
     ) -> None:
         deals = bool(info.hosts)  # a fleet, which tells of every rank that may map it
-        self.num_flags = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
+        self._num_flags = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
         self._timeout, self._maps = timeout, "regions" in info.features
         self._headers = headers or InPlaceHeaders()
         self._mappers: Mappers | None = None
@@ -211,14 +211,14 @@ class CudaIpcSender(Sender):
         packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
         shared = SharedAllocation(handle=packed, secret=secret, half=half)
         if deals:
-            shared = replace(shared, flags=self.num_flags, host=host_id())
+            shared = replace(shared, flags=self._num_flags, host=host_id())
         self.offer = to_plain(shared)
         torch.cuda.current_stream(self._device).synchronize()
 
     def accepted(self, begun: Begun) -> None:
         self._mappers = begun.mappers
         if begun.mappers is not None:
-            self.num_flags = min(self.num_flags, begun.mappers.ranks)
+            self._num_flags = min(self._num_flags, begun.mappers.ranks)
             self._handles.reaches = frozenset(begun.mappers.reaches)
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
@@ -249,12 +249,11 @@ class CudaIpcSender(Sender):
         """Whether ranks will read all of them where they lie: there are some, and nothing else."""
         return self._maps and bool(tensors) and not any(map(self._handles.why_not, tensors))
 
-    def maps(self, gpus: Iterable[str]) -> bool:
-        """Whether all ranks read where it lies what is on these GPUs, in buckets of ``announce``;
-        asked once the engine has accepted.
-        """
+    def lend(self, gpus: Iterable[str]) -> Mapping[str, Any] | None:
         reaches = self._handles.reaches
-        return self._maps and not self._carries and (not reaches or reaches.issuperset(gpus))
+        if not self._maps or self._carries or (reaches and not reaches.issuperset(gpus)):
+            return None
+        return {"flags": self._num_flags}
 
     def in_place(
         self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
@@ -276,7 +275,7 @@ class CudaIpcSender(Sender):
     def close(self) -> None:
         """Let go; the memory is freed in the background once no rank has it open."""
         if self._unread and self._pointer:
-            until_unread(self._whole[: self.num_flags], self._timeout)
+            until_unread(self._whole[: self._num_flags], self._timeout)
             self._unread.clear()
         pointer, self._pointer = self._pointer, 0
         self._handles.close()
@@ -284,7 +283,7 @@ class CudaIpcSender(Sender):
             whole, self.buffers = self._whole, ()
             del self._whole
             over = threading.Event()  # the program ends, which frees it, too
-            flags = whole[: self.num_flags]
+            flags = whole[: self._num_flags]
             kept, self._kept = self._kept, []
             free = partial(_free, self._runtime, pointer, flags, self._device, over, kept)
             NativeThread("free-ipc", free, over.set).start()
