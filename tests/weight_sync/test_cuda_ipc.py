@@ -292,6 +292,20 @@ def test_the_receiver_follows_the_engines_device() -> None:
     )
 
 
+def test_flags_on_a_gpu_that_fails_hide_no_error_of_the_update(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    flags: Any = Failing()
+    cuda_ipc.until_unread(flags, 1.0)
+    assert "cannot be seen: CUDA error" in caplog.text
+
+
 @pytest.mark.parametrize("near", [True, False])
 def test_what_every_trainer_rank_holds_is_mapped_before_it_is_sent_or_gathered(
     monkeypatch: pytest.MonkeyPatch, near: bool

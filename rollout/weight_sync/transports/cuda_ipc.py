@@ -336,11 +336,14 @@ def until_unread(flags: Tensor, timeout: float) -> None:
     any more. A rank that died leaves its flag set, which bounds the wait.
     """
     deadline = time.monotonic() + timeout
-    while bool((flags == _OPEN).any()):
-        if time.monotonic() > deadline:
-            _log.warning("a rank has not said that it stopped reading this process's tensors")
-            return
-        time.sleep(_FREE_POLL / 10)
+    try:
+        while bool((flags == _OPEN).any()):
+            if time.monotonic() > deadline:
+                _log.warning("a rank has not said that it stopped reading this process's tensors")
+                return
+            time.sleep(_FREE_POLL / 10)
+    except RuntimeError as error:  # a GPU that fails: the update's own error says more
+        _log.warning("who reads this process's tensors cannot be seen: %s", error)
 
 
 class CudaIpcReceiver:
