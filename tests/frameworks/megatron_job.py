@@ -281,6 +281,7 @@ def forward(ask: dict[str, Any]) -> dict[str, Any]:
             if place.get_tensor_model_parallel_rank() == 0:
                 rows = [logits[:, : hf["vocab_size"]].contiguous() for logits in made]
                 save_file({"next": rows[-1], "further": rows[0].clone()}, path / "logits")
+    dist.barrier()  # the first stage is long done, and waits for the others 30 s alone
     source = MegatronSource([model], config=hf)
     held = {own_name(name): tensor.clone() for name, tensor in source}
     if dist.get_rank() == 0:
@@ -295,6 +296,7 @@ def answer(ask: dict[str, Any]) -> dict[str, Any]:
     model, config = become(Path(ask["path"]))
     if dist.get_rank() == ask.get("odd_rank"):
         model.decoder.layers[0].mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(2)))
+    dist.barrier()
     try:
         source = MegatronSource([model], config=config)
         with Rollout.connect(ask["address"]) as rollout:
