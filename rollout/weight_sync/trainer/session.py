@@ -26,7 +26,7 @@ from rollout.errors import (
 )
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.link import WeightLink, receipt_of
-from rollout.weight_sync.protocol.messages import Seal, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import Begun, Seal, UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.encoder import Encoding
@@ -279,10 +279,9 @@ class Opener:
     ) -> UpdateSession:
         """``late``: is told where the engine took part, and its ranks did not connect in time."""
         options, transport = self.options, way.transport
-        shared = transport.shared and self._write_together(encoding)
-        mapped = transport.maps and self._all_mapped(encoding)
-        boxes = self.layout if transport.senders == "all" or shared else None
-        if transport.senders == "all":
+        by = self._boxes_by(transport, encoding)
+        boxes = self.layout if by in ("boxes", "shared") else None
+        if by == "boxes":
             encoding = self._whole(encoding, transport)
         streams = 1 if boxes is not None else self._streams(transport, encoding)
         opening = Opening(
@@ -294,7 +293,7 @@ class Opener:
             known="" if boxes is None else self.plans.wants_digest,
             staying=partial(self._staying, source, encoding),
             headers=self.plans.headers,
-            mapped=mapped,
+            mapped=by == "mapped",
         )
         with ExitStack() as undo:
             sender = transport.open(opening)
@@ -304,20 +303,11 @@ class Opener:
             request = self._request(transport, sender, encoding, metadata, source)
             begun = channel.begin(request)
             sender.accepted(begun)
-            offer = {"offer": dict(sender.offer)}
-            lent = sender.lend(self.layout.gpus) if mapped and self.layout is not None else None
-            if lent is not None:
-                plan = self._plan_boxes("mapped", encoding, {**offer, **lent})
-            elif boxes is None:
-                if mapped:
+            plan = self._plan_boxes(by, encoding, sender, begun)
+            if plan is None:
+                if by == "mapped":
                     way = Way(transport, f"{way.reason}, but not of every GPU")
                 plan = self._plan(encoding, request, channel, streams)
-            elif shared:
-                longest = {"longest": sender.buffers[0].numel()}
-                plan = self._plan_boxes("shared", encoding, {**offer, **longest})
-            else:
-                wants = self.plans.wants_for(begun, boxes)
-                plan = self._plan_boxes("boxes", encoding, {**offer, **wants})
             buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
             # Elsewhere every trainer rank connects, after it has been told where.
@@ -416,6 +406,16 @@ class Opener:
             "need another transport",
         )
 
+    def _boxes_by(self, transport: Transport, encoding: Encoding) -> str:
+        """How trainer ranks are to bring their own boxes, as ``UpdatePlan.pieces``; "" where they
+        are not.
+        """
+        if transport.senders == "all":
+            return "boxes"
+        if transport.shared and self._write_together(encoding):
+            return "shared"
+        return "mapped" if transport.maps and self._all_mapped(encoding) else ""
+
     def _write_together(self, encoding: Encoding) -> bool:
         """Whether all trainer ranks write their own boxes to the memory that the engine maps."""
         layout = self.layout
@@ -442,10 +442,23 @@ class Opener:
             return 1
         return len(layout.have) if transport.streams and self.link.joins else 1
 
-    def _plan_boxes(self, how: str, encoding: Encoding, meet: Mapping[str, Any]) -> UpdatePlan:
+    def _plan_boxes(
+        self, by: str, encoding: Encoding, sender: Sender, begun: Begun
+    ) -> UpdatePlan | None:
+        """None where trainer ranks do not bring their own boxes after all."""
+        layout = self.layout
+        told: Mapping[str, Any] | None = None
+        if layout is not None and by == "boxes":
+            told = self.plans.wants_for(begun, layout)
+        elif by == "shared":
+            told = {"longest": sender.buffers[0].numel()}
+        elif layout is not None and by == "mapped":
+            told = sender.lend(layout.gpus)
+        if told is None:
+            return None
         return UpdatePlan(
-            pieces=how, encoding=encoding, bucket_bytes=self.options.bucket_bytes,
-            own_digests=True, meet=meet,
+            pieces=by, encoding=encoding, bucket_bytes=self.options.bucket_bytes,
+            own_digests=True, meet={"offer": dict(sender.offer), **told},
         )  # fmt: skip
 
     def _plan(
