@@ -105,9 +105,7 @@ def measure_ranks(layers: int, updates: int, ranks: int) -> dict[str, float]:
                 other = subprocess.Popen([*command, *rest], stdout=subprocess.DEVNULL)
                 stack.enter_context(other)
                 stack.callback(other.kill)
-            found = as_rank(0, address, Path(folder), layers, updates, ranks, of_the_engine)
-            stack.pop_all()
-            return found
+            return as_rank(0, address, Path(folder), layers, updates, ranks, of_the_engine)
 
 
 def as_rank(

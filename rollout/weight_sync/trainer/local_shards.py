@@ -68,9 +68,13 @@ class LocalBoxes:
 
     def digest_all(self, stats: TransferStats, watch: Watchdog) -> None:
         """Digest what has not been read yet."""
-        for name, boxes in self.layout.have[self.rank].items():
-            if any((name, box) not in stats.digests for box in boxes):
-                self.digest(name, stats, watch)
+        for name in self.undigested(stats):
+            self.digest(name, stats, watch)
+
+    def undigested(self, stats: TransferStats) -> list[str]:
+        """The tensors of which this rank has a box whose digest was not taken."""
+        have = self.layout.have[self.rank].items()
+        return [n for n, boxes in have if any((n, box) not in stats.digests for box in boxes)]
 
 
 @dataclass(frozen=True, slots=True)

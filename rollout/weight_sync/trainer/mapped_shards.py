@@ -114,7 +114,7 @@ class MappedShards(BoxRounds):
     def digest_rest(self) -> None:
         boxes = (
             ((name, box), values)
-            for name in self._boxes.layout.have[self._group.rank]
+            for name in self._boxes.undigested(self._stats)
             for box, values in self._boxes.held(name).items()
         )
         self._digest(dict(boxes))

@@ -120,8 +120,10 @@ class StayingSource(WeightSource, Protocol):
 
 
 @runtime_checkable
-class AtHandSource(StayingSource, Protocol):
-    """A staying source that can hand out all of its tensors at once."""
+class AtHandSource(WeightSource, Protocol):
+    """A source that can hand out all of its tensors at once, which stay as those of a
+    ``StayingSource`` do.
+    """
 
     def at_hand(self) -> list[tuple[str, Tensor]] | None:
         """On the sender, all that ``__iter__`` would yield if everything stayed; None where some
@@ -177,9 +179,6 @@ class BoundSource:
     def held_values(self, name: str) -> list[tuple[Box, Tensor]]:
         """The values of this rank's boxes of a tensor, as they lie in its memory."""
         raise NotImplementedError
-
-    def leave(self, stays: Callable[[Tensor], bool]) -> None:
-        """One by one nothing stays: it is gathered, or all ``at_hand``."""
 
     def at_hand(self) -> list[tuple[str, Tensor]] | None:
         """Of a trainer of one rank, which holds everything."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -54,9 +54,6 @@ class SpelledSource:
                     yield part, value
         if problems := splitter.left():
             raise WeightMismatch(some(problems, between="; "), problems=problems)
-
-    def leave(self, stays: Callable[[Tensor], bool]) -> None:
-        """One by one nothing stays: it is split as it comes, or all ``at_hand``."""
 
     def at_hand(self) -> list[tuple[str, Tensor]] | None:
         held = self.inner.at_hand() if isinstance(self.inner, AtHandSource) else None
