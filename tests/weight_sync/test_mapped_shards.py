@@ -36,14 +36,26 @@ from pretended_cuda import on_cpu
 from pretended_cuda.segments import in_segment
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _mapped():
+    """Until the last thread of an engine's rank, or of a sender, has let go of what it had mapped:
+    it is unmapped as it was mapped.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for replacement in on_cpu.replacements():
+            patch.setattr(*replacement)
+        cuda_memory.runtime.cache_clear()
+        yield
+        for thread in threading.enumerate():
+            if thread.name == "free-ipc":
+                thread.join(10)
+        gc.collect()
+    cuda_memory.runtime.cache_clear()
+
+
 @pytest.fixture(autouse=True)
-def _mapped(monkeypatch):
-    for replacement in on_cpu.replacements():
-        monkeypatch.setattr(*replacement)
-    cuda_memory.runtime.cache_clear()
+def _no_handle_is_left():
     yield
-    gc.collect()  # what an error's frames have mapped is unmapped as it was mapped
-    cuda_memory.runtime.cache_clear()
     assert not cuda_memory.own_handles()
 
 
@@ -289,7 +301,7 @@ def test_a_trainer_that_lacks_the_libraries_of_cuda_sends(
     def lacking():
         raise ConfigError("CUDA IPC needs libcudart.so.12, which cannot be loaded")
 
-    monkeypatch.setattr(cuda_memory, "Runtime", lacking)
+    monkeypatch.setattr(cuda_memory, "runtime", lacking)
     receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))
     assert receipt.transport == "p2p"
     assert "cannot be loaded" in receipt.details["transport_reason"]
