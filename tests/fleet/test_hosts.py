@@ -25,7 +25,8 @@ from rollout.server.grpc.sharing import SharingChannel
 from rollout.weight_sync.protocol.membership import SendTo
 from rollout.weight_sync.protocol.messages import Mappers, UpdateRequest, WeightInfo
 from rollout.weight_sync.transports import shared_memory
-from rollout.weight_sync.transports.cuda_ipc import FLAGS, SharedAllocation, pack_handle
+from rollout.weight_sync.transports.cuda_ipc import SharedAllocation
+from rollout.weight_sync.transports.cuda_memory import FLAGS, pack_handle
 from rollout.weight_sync.transports.host import host_id
 from rollout.wire.codec import to_plain
 

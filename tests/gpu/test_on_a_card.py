@@ -43,7 +43,7 @@ from rollout.weight_sync.protocol.committed import Committed
 from rollout.weight_sync.protocol.delta import decode
 from rollout.weight_sync.protocol.messages import BucketEntry, WeightInfo
 from rollout.weight_sync.trainer.weight_report import WeightReport
-from rollout.weight_sync.transports import cuda_ipc
+from rollout.weight_sync.transports import lent_memory
 from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
 from rollout.weight_sync.transports.cuda_memory import own_handles
 from rollout.weights import Box, TensorMeta
@@ -73,7 +73,6 @@ DIE = """
 import os, signal, sys, threading, time
 import safetensors.torch, rollout.api.sync_rollout
 from rollout.weight_sync.trainer.weight_report import WeightReport
-from rollout.weight_sync.transports import cuda_ipc
 from rollout.weight_sync.transports.cuda_ipc import CudaIpcSender
 announce = CudaIpcSender.in_place
 def die(self, channel, header, regions):
@@ -698,7 +697,7 @@ def test_buckets_that_nothing_will_be_packed_into_take_little_memory(
         sender = CudaIpcSender(info, 4 << 20, 1.0, lambda staying=staying: staying)
         assert [buffer.numel() for buffer in sender.buffers] == [nbytes] * 2
         sender.close()
-    monkeypatch.setattr(cuda_ipc, "FLAGS", 1 << 60)
+    monkeypatch.setattr(lent_memory, "FLAGS", 1 << 60)
     with pytest.raises(TransferFailed):
         CudaIpcSender(info, 4 << 20, 1.0, lambda: [held])
     assert not own_handles()

@@ -20,22 +20,19 @@ import torch
 from rollout.errors import ConfigError, TransferFailed
 from rollout.weight_sync.protocol.messages import UpdateRequest, WeightInfo
 from rollout.weight_sync.trainer.shard_layout import ShardLayout
-from rollout.weight_sync.transports import cuda_ipc, find, ways
+from rollout.weight_sync.transports import cuda_ipc, find, lent_memory, ways
 from rollout.weight_sync.transports.base import EngineRank
 from rollout.weight_sync.transports.broadcast import choose_backend
 from rollout.weight_sync.transports.cuda_ipc import (
     FLAGS,
     CudaIpcReceiver,
     SharedAllocation,
-    gpu_uuid,
-    pack_handle,
-    released,
     unpack_handle,
-    wait_released,
     why_not,
 )
-from rollout.weight_sync.transports.cuda_memory import Allocation, Runtime
+from rollout.weight_sync.transports.cuda_memory import Allocation, Runtime, gpu_uuid, pack_handle
 from rollout.weight_sync.transports.host import host_id
+from rollout.weight_sync.transports.lent_memory import released, wait_released
 from rollout.weights import Box, TensorMeta
 from rollout.wire.codec import from_plain, to_plain
 
@@ -162,13 +159,13 @@ def test_a_buckets_regions_are_unmapped_with_the_last_view_and_none_reaches_beyo
     cuda = Cuda()
     torch_ = SimpleNamespace(cuda=SimpleNamespace(device=lambda _: nullcontext()))
     torch_.as_tensor = lambda region, device: region
-    monkeypatch.setattr(cuda_ipc, "torch", torch_)
-    monkeypatch.setattr(cuda_ipc.cuda_memory, "runtime", lambda: cuda)
+    monkeypatch.setattr(lent_memory, "torch", torch_)
+    monkeypatch.setattr(lent_memory.cuda_memory, "runtime", lambda: cuda)
     reads = SimpleNamespace(synchronize=lambda: None)
     wanted = [(4096, bytes([index]) * 64) for index in (1, 2)]
 
     def mapped(sizes_and_handles: list[tuple[int, bytes]]) -> list[Any]:
-        regions = cuda_ipc._Regions(SECRET, torch.device("cpu"), reads, torch.zeros(1))
+        regions = lent_memory.MappedRegions(SECRET, torch.device("cpu"), reads, torch.zeros(1))
         return list(regions.map_all(sizes_and_handles))
 
     first, second = mapped(wanted)
@@ -192,13 +189,13 @@ def test_memory_is_free_when_no_rank_has_it_open() -> None:
 
 
 def test_memory_is_kept_while_a_rank_may_be_about_to_open_it(monkeypatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "_OPEN_WAIT", 20.0)
+    monkeypatch.setattr(lent_memory, "OPEN_WAIT", 20.0)
     flags, over = torch.tensor([2, 2], dtype=torch.uint8), threading.Event()
     assert not released(torch.tensor([2, 0], dtype=torch.uint8), 0.0)
     started = time.monotonic()
     assert wait_released(flags, over)  # both have closed it: at once
     assert time.monotonic() - started < 20
-    monkeypatch.setattr(cuda_ipc, "_OPEN_WAIT", 0.5)
+    monkeypatch.setattr(lent_memory, "OPEN_WAIT", 0.5)
     flags[1] = 0  # it never came
     started = time.monotonic()
     assert wait_released(flags, over)
@@ -302,7 +299,7 @@ def test_flags_on_a_gpu_that_fails_hide_no_error_of_the_update(
         __hash__ = None  # type: ignore[assignment]
 
     flags: Any = Failing()
-    cuda_ipc.until_unread(flags, 1.0)
+    lent_memory.until_unread(flags, 1.0)
     assert "cannot be seen: CUDA error" in caplog.text
 
 

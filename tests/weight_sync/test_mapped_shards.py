@@ -27,7 +27,7 @@ from trainer_ranks import Boxes, DeltaTrainerRanks, TrainerRanks, drifted, rows,
 from rollout.errors import ChecksumMismatch, ConfigError, RolloutError, SourceFailed, TransferFailed
 from rollout.models.weight_io import table
 from rollout.weight_sync.protocol.messages import Mappers, QuantizationGrid
-from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory
+from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory, lent_memory
 from rollout.weights import Box
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
@@ -179,7 +179,7 @@ def test_no_rank_returns_while_its_memory_is_read(
     """An engine's rank fails while another one is still at it."""
     reading, regions = threading.Event(), cuda_ipc.CudaIpcReceiver.regions
     ended: list[float] = []
-    leave = cuda_ipc._Flagged._leave
+    leave = lent_memory.MappedLent._leave
 
     def slow(self, header, carried):
         views = regions(self, header, carried)
@@ -200,7 +200,7 @@ def test_no_rank_returns_while_its_memory_is_read(
         return Held(source)
 
     monkeypatch.setattr(cuda_ipc.CudaIpcReceiver, "regions", slow)
-    monkeypatch.setattr(cuda_ipc._Flagged, "_leave", left)
+    monkeypatch.setattr(lent_memory.MappedLent, "_leave", left)
     returned: list[float] = []
     closes = cuda_ipc.CudaIpcLender.close
 
@@ -334,7 +334,7 @@ def test_where_no_rank_can_map_the_memory_all_send(
     def refused(self, nbytes, handle):
         raise TransferFailed("cudaIpcOpenMemHandle failed")
 
-    monkeypatch.setattr(cuda_ipc._Flagged, "map", refused)
+    monkeypatch.setattr(lent_memory.MappedLent, "map", refused)
     receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))
     assert receipt.transport == "p2p"
     assert "cudaIpcOpenMemHandle failed" in receipt.details["transport_reason"]
@@ -386,8 +386,8 @@ def test_a_rank_that_finds_no_flags_gives_the_engine_time_to_stop(monkeypatch) -
     def gone(self, nbytes, handle):
         raise TransferFailed("cudaIpcOpenMemHandle failed")
 
-    monkeypatch.setattr(cuda_ipc._Mapping, "map", gone)
-    monkeypatch.setattr(cuda_ipc, "_OPEN_WAIT", 0.3)
+    monkeypatch.setattr(lent_memory.Mapped, "map", gone)
+    monkeypatch.setattr(lent_memory, "OPEN_WAIT", 0.3)
     packed = cuda_memory.pack_handle(on_cpu.UUID, 3 * cuda_ipc.FLAGS, "0" * 32, bytes(64))
     offer = cuda_ipc.SharedAllocation(handle=packed, secret="0" * 32, half=cuda_ipc.FLAGS)
     started = time.monotonic()
@@ -400,17 +400,17 @@ def test_for_a_member_that_was_given_up_the_first_rank_keeps_what_it_lent(
     engine, trainers, checkpoints, monkeypatch
 ) -> None:
     kept: list[int] = []
-    free, accepted = cuda_ipc._free, cuda_ipc.CudaIpcSender.accepted
+    free, accepted = lent_memory._free, cuda_ipc.CudaIpcSender.accepted
 
     def freed(*given):
         kept.append(sum(tensor.nbytes for tensor in given[-1]))
         free(*given)
 
     def of_a_fleet(self, begun):
-        mappers = Mappers(ranks=self._num_flags, reaches=(on_cpu.UUID,))
+        mappers = Mappers(ranks=self._memory.num_flags, reaches=(on_cpu.UUID,))
         accepted(self, replace(begun, mappers=mappers))
 
-    monkeypatch.setattr(cuda_ipc, "_free", freed)
+    monkeypatch.setattr(lent_memory, "_free", freed)
     monkeypatch.setattr(cuda_ipc.CudaIpcSender, "accepted", of_a_fleet)
     receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))
     assert in_place(receipt, 2), receipt
@@ -426,7 +426,7 @@ def test_where_a_fleets_member_does_not_map_what_each_rank_holds_it_is_gathered(
     accepted = cuda_ipc.CudaIpcSender.accepted
 
     def of_a_fleet(self, begun):
-        mappers = Mappers(ranks=self._num_flags, reaches=("another",))
+        mappers = Mappers(ranks=self._memory.num_flags, reaches=("another",))
         accepted(self, replace(begun, mappers=mappers))
 
     monkeypatch.setattr(cuda_ipc.CudaIpcSender, "accepted", of_a_fleet)

@@ -27,7 +27,7 @@ class GivenHandles:
 
     def __init__(self, secret: str, reaches: Iterable[str] = ()) -> None:
         self.reaches = frozenset(reaches)
-        self._secret, self._runtime = secret, cuda_memory.runtime()
+        self.secret, self._runtime = secret, cuda_memory.runtime()
         self._runtime.enter()
         self._starts: list[int] = []  # ascending: of the allocations whose handles were given out
         self._given: list[tuple[Allocation, str]] = []
@@ -76,7 +76,7 @@ class GivenHandles:
     def of_allocation(self, start: int) -> bytes:
         """CUDA's own handle of an allocation; a rank of this process finds it by that."""
         handle = self._runtime.handle(start)
-        self._own.append((self._secret, handle))
+        self._own.append((self.secret, handle))
         cuda_memory.own_handles()[self._own[-1]] = start
         return handle
 
@@ -102,7 +102,7 @@ class GivenHandles:
             raise TransferFailed("it reaches over several allocations")
         with torch.cuda.device(tensor.device):
             raw = self.of_allocation(around.start)
-        handle = pack_handle(self._uuid(tensor.device), around.nbytes, self._secret, raw)
+        handle = pack_handle(self._uuid(tensor.device), around.nbytes, self.secret, raw)
         self._starts.insert(at, around.start)
         self._given.insert(at, (around, handle))
         return around, handle

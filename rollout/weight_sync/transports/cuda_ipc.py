@@ -5,36 +5,28 @@ with the announcement, ranks map each once, and unmap it when the update ends. N
 between updates: freeing memory that another process has mapped is undefined. What cannot be mapped
 is packed into buckets.
 
-For the buckets the sender owns one allocation made by the CUDA runtime itself: memory of torch's
-caching allocator cannot be shared once ``expandable_segments`` is on. It holds a page of flags, one
-byte a rank, and two halves that buckets are packed into.
+Buckets are packed into memory that is lent (``lent_memory``), which also has the ranks' flags.
 
 Behind a fleet's front the ranks of several engines map it, each engine's with flags of their own,
 which the front deals out. Where it has members that cannot map it, everything is packed, and each
 bucket brings its bytes for those. A member that was given up may still read what the trainer writes
 again: then its digests differ, and its update is over anyhow.
 
-Handles are ``cuda_memory``'s. Memory is
-freed when no rank has it open: a rank sets its flag when it maps the memory and clears it after its
-last read; one that has never set it gets some time to, in case it is about to. A MIG slice has no
-such handles; other transports than this one are taken there.
+Handles are ``cuda_memory``'s. A MIG slice has no such handles; other transports than this one are
+taken there.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.distributed.native_thread import NativeThread
 from rollout.errors import TransferFailed
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.in_place import Given, InPlaceHeaders
@@ -45,7 +37,7 @@ from rollout.weight_sync.protocol.messages import (
     UpdateRequest,
     WeightInfo,
 )
-from rollout.weight_sync.transports import cuda_memory
+from rollout.weight_sync.transports import lent_memory
 from rollout.weight_sync.transports.base import (
     Accepted,
     EngineRank,
@@ -59,26 +51,25 @@ from rollout.weight_sync.transports.base import (
 from rollout.weight_sync.transports.cuda_handles import GivenHandles
 from rollout.weight_sync.transports.cuda_memory import (
     FLAGS,
-    ForeignMemory,
     device_of,
     gpu_uuid,
-    pack_handle,
     read_handle,
-    tensor_at,
     unpack_handle,
     whole_pages,
 )
 from rollout.weight_sync.transports.host import host_id
+from rollout.weight_sync.transports.lent_memory import (
+    LentMemory,
+    Mapped,
+    MappedLent,
+    MappedRegions,
+    until_unread,
+)
 from rollout.weight_sync.transports.shared_memory import half_of
 from rollout.wire.codec import ADDED, Count, Positive, Text, to_plain
 
 MAX_HALF = 256 << 20
 _LEAST_HALF = 1 << 20  # twice that is a block of the driver's: what is shorter shares one
-
-_OPEN, _CLOSED = 1, 2
-_FREE_WAIT, _FREE_POLL = 60.0, 0.05  # seconds
-_OPEN_WAIT = 2.0  # seconds from mapping the memory to setting the flag
-_log = logging.getLogger(__name__)
 
 
 def why_not(info: WeightInfo) -> str | None:
@@ -97,13 +88,6 @@ def why_not(info: WeightInfo) -> str | None:
     if info.reaches and here not in info.reaches:
         return f"its ranks do not reach this process's GPU ({here}): they do not see it, or no peer"
     return None
-
-
-def released(flags: Tensor, waited: float = _OPEN_WAIT) -> bool:
-    """Whether no rank has the memory open, ``waited`` seconds after the end; uint8, one a rank."""
-    if waited < _OPEN_WAIT:
-        return bool((flags == _CLOSED).all())
-    return not bool((flags == _OPEN).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,46 +163,33 @@ class CudaIpcSender(Sender):
         mapped: bool = False,
     ) -> None:
         deals = bool(info.hosts)  # a fleet, which tells of every rank that may map it
-        self._num_flags = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
+        num_flags = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
         self._timeout, self._maps = timeout, "regions" in info.features
         self._headers = headers or InPlaceHeaders()
         self._mappers: Mappers | None = None
-        self._kept: list[Tensor] = []  # the source's, which a member that was given up may read
         self._unread: set[int] = set()  # buckets in the source's own memory, not taken yet
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._runtime = cuda_memory.runtime()
-        secret = secrets.token_hex(16)
-        self._handles = GivenHandles(secret, info.reaches)
+        self._handles = GivenHandles(secrets.token_hex(16), info.reaches)
         needed = sum(meta.nbytes + 512 for meta in info.tensors)
         # Of a fleet there may be members that map nothing.
         if not deals and (mapped or self._map_all(staying())):
             needed = min(needed, _LEAST_HALF)
         half = whole_pages(min(bucket_bytes, needed, MAX_HALF))
-        size = FLAGS + 2 * half
-        self._pointer = 0
-        with torch.cuda.device(self._device):
-            try:
-                self._pointer = self._runtime.allocate(size)
-                handle = self._handles.of_allocation(self._pointer)
-            except TransferFailed:
-                self._handles.close()
-                if self._pointer:
-                    self._runtime.free(self._pointer)
-                raise
-        whole = self._whole = tensor_at(self._pointer, size, self._device)
-        whole[:FLAGS].zero_()
-        self.buffers = whole[FLAGS : FLAGS + half], whole[FLAGS + half :]
-        packed = pack_handle(gpu_uuid(self._device), size, secret, handle)
-        shared = SharedAllocation(handle=packed, secret=secret, half=half)
+        try:
+            memory = LentMemory(half, num_flags, self._handles)
+        except TransferFailed:
+            self._handles.close()
+            raise
+        self._memory: LentMemory | None = memory
+        self.buffers = memory.halves
+        shared = SharedAllocation(handle=memory.handle, secret=self._handles.secret, half=half)
         if deals:
-            shared = replace(shared, flags=self._num_flags, host=host_id())
+            shared = replace(shared, flags=num_flags, host=host_id())
         self.offer = to_plain(shared)
-        torch.cuda.current_stream(self._device).synchronize()
 
     def accepted(self, begun: Begun) -> None:
         self._mappers = begun.mappers
-        if begun.mappers is not None:
-            self._num_flags = min(self._num_flags, begun.mappers.ranks)
+        if begun.mappers is not None and self._memory is not None:
+            self._memory.num_flags = min(self._memory.num_flags, begun.mappers.ranks)
             self._handles.reaches = frozenset(begun.mappers.reaches)
 
     def connect(self, channel: WeightChannel, timeout: float) -> None:
@@ -229,7 +200,7 @@ class CudaIpcSender(Sender):
         if half.data_ptr() != payload.data_ptr():
             half.copy_(payload)
         # A rank's stream knows nothing of ours: what is announced has to be there.
-        torch.cuda.current_stream(self._device).synchronize()
+        torch.cuda.current_stream(half.device).synchronize()
         channel.bucket(header, half.cpu() if self._carries else None)
 
     @property
@@ -253,7 +224,7 @@ class CudaIpcSender(Sender):
         reaches = self._handles.reaches
         if not self._maps or self._carries or (reaches and not reaches.issuperset(gpus)):
             return None
-        return {"flags": self._num_flags}
+        return None if self._memory is None else {"flags": self._memory.num_flags}
 
     def in_place(
         self, channel: WeightChannel, header: BucketHeader, regions: Sequence[Tensor]
@@ -262,8 +233,8 @@ class CudaIpcSender(Sender):
         self.given(channel, header, [self.give(regions)])
 
     def give(self, tensors: Sequence[Tensor]) -> Given:
-        if self._mappers is not None:
-            self._kept += tensors
+        if self._mappers is not None and self._memory is not None:
+            self._memory.kept += tensors  # which a member that was given up may read
         return self._handles.give(tensors)
 
     def given(self, channel: WeightChannel, header: BucketHeader, given: Sequence[Given]) -> None:
@@ -274,19 +245,13 @@ class CudaIpcSender(Sender):
 
     def close(self) -> None:
         """Let go; the memory is freed in the background once no rank has it open."""
-        if self._unread and self._pointer:
-            until_unread(self._whole[: self._num_flags], self._timeout)
-            self._unread.clear()
-        pointer, self._pointer = self._pointer, 0
+        memory, self._memory = self._memory, None
+        if memory is not None and self._unread:
+            until_unread(memory.flags, self._timeout)
         self._handles.close()
-        if pointer:
-            whole, self.buffers = self._whole, ()
-            del self._whole
-            over = threading.Event()  # the program ends, which frees it, too
-            flags = whole[: self._num_flags]
-            kept, self._kept = self._kept, []
-            free = partial(_free, self._runtime, pointer, flags, self._device, over, kept)
-            NativeThread("free-ipc", free, over.set).start()
+        if memory is not None:
+            self.buffers = ()
+            memory.close()
 
 
 class CudaIpcLender:
@@ -305,7 +270,7 @@ class CudaIpcLender:
         """
         flags = self._flags()
         if flags is None:
-            time.sleep(min(self._timeout, _OPEN_WAIT))  # the engine has heard by then
+            time.sleep(min(self._timeout, lent_memory.OPEN_WAIT))  # the engine has heard by then
         else:
             until_unread(flags, self._timeout)
 
@@ -318,7 +283,7 @@ class CudaIpcLender:
         owner = device_of(uuid)
         if owner is None:
             return None
-        seen = _Mapping(shared.secret, owner, torch.cuda.current_stream(owner))
+        seen = Mapped(shared.secret, owner, torch.cuda.current_stream(owner))
         try:
             return seen.map(shared.size, handle)[: self._num_flags]
         except TransferFailed:
@@ -329,21 +294,6 @@ class CudaIpcLender:
 
     def close(self) -> None:
         self._handles.close()
-
-
-def until_unread(flags: Tensor, timeout: float) -> None:
-    """After a failure: what belongs to the source is the trainer's again only when no rank reads it
-    any more. A rank that died leaves its flag set, which bounds the wait.
-    """
-    deadline = time.monotonic() + timeout
-    try:
-        while bool((flags == _OPEN).any()):
-            if time.monotonic() > deadline:
-                _log.warning("a rank has not said that it stopped reading this process's tensors")
-                return
-            time.sleep(_FREE_POLL / 10)
-    except RuntimeError as error:  # a GPU that fails: the update's own error says more
-        _log.warning("who reads this process's tensors cannot be seen: %s", error)
 
 
 class CudaIpcReceiver:
@@ -373,7 +323,7 @@ class CudaIpcReceiver:
             raise self._refused(str(error)) from error
         owner = self._owner(uuid)
         self._reads = torch.cuda.current_stream(self._device)
-        flagged = _Flagged(shared.secret, owner, self._reads, self._flag)
+        flagged = MappedLent(shared.secret, owner, self._reads, self._flag)
         self._memory = flagged.map(size, handle)
 
     def _owner(self, uuid: str) -> torch.device:
@@ -399,7 +349,7 @@ class CudaIpcReceiver:
                 owner, size, handle = self._read(text)
                 new.setdefault(owner, []).append((text, size, handle))
         for owner, found in new.items():
-            regions = _Regions(self._shared.secret, owner, self._reads, memory)
+            regions = MappedRegions(self._shared.secret, owner, self._reads, memory)
             tensors = regions.map_all([(size, handle) for _, size, handle in found])
             mapped |= zip((text for text, _, _ in found), tensors, strict=True)
         return [mapped[text] for text in header.regions]
@@ -418,118 +368,3 @@ class CudaIpcReceiver:
 
     def _refused(self, why: str) -> TransferFailed:
         return TransferFailed(f"rank {self._rank}: the shared GPU memory is refused: {why}")
-
-
-class _Mapping:
-    """Memory of a sender: of another process by its handles, of this one as it lies there.
-
-    Unmapped when the last view of it is gone. ``reads``: the stream of what reads it.
-    """
-
-    def __init__(self, secret: str, owner: torch.device, reads: Any) -> None:
-        self._opened: list[int] = []
-        self._secret, self._owner, self._reads = secret, owner, reads
-        self._runtime = cuda_memory.runtime()
-
-    def map(self, nbytes: int, handle: bytes) -> Tensor:
-        """uint8 [bytes]."""
-        with torch.cuda.device(self._owner):
-            return self._view(self._start(handle), nbytes)
-
-    def _start(self, handle: bytes) -> int:
-        own = cuda_memory.own_handles().get((self._secret, handle))
-        if own is not None:
-            return own
-        self._opened.append(self._runtime.open(handle))
-        return self._opened[-1]
-
-    def _view(self, start: int, nbytes: int) -> Tensor:
-        return torch.as_tensor(ForeignMemory(start, nbytes, keeps=self), device=self._owner)
-
-    def __del__(self) -> None:
-        try:
-            self._reads.synchronize()  # a launch may still read it
-            with torch.cuda.device(self._owner):
-                self._leave()
-                while self._opened:
-                    self._runtime.close(self._opened.pop())
-        except (TransferFailed, RuntimeError) as error:
-            _log.warning("a sender's GPU memory could not be unmapped: %s", error)
-
-    def _leave(self) -> None:
-        """Nothing reads it any more."""
-
-
-class _Regions(_Mapping):
-    """Allocations of a sender's own, as long as the update or a view of one of them lasts.
-
-    All of one bucket together: what is asked of CUDA for hundreds of them is asked once, where it
-    can be. ``memory``: that with the flags, which says that this process is reading until these are
-    gone.
-    """
-
-    def __init__(self, secret: str, owner: torch.device, reads: Any, memory: Tensor) -> None:
-        super().__init__(secret, owner, reads)
-        self._memory = memory
-
-    def map_all(self, wanted: Sequence[tuple[int, bytes]]) -> list[Tensor]:
-        """uint8 [bytes] of each (bytes, handle)."""
-        found = []
-        with torch.cuda.device(self._owner):
-            for nbytes, handle in wanted:
-                start = self._start(handle)
-                around = self._runtime.around(start)
-                mapped = around.start + around.nbytes - start
-                if mapped < nbytes:
-                    raise TransferFailed(f"{mapped} bytes were mapped, {nbytes} announced")
-                found.append(self._view(start, nbytes))
-        return found
-
-
-class _Flagged(_Mapping):
-    """The memory with the flags, of which byte ``flag`` says whether this process has it open."""
-
-    _at = 0  # where that byte lies, once it is set
-
-    def __init__(self, secret: str, owner: torch.device, reads: Any, flag: int) -> None:
-        super().__init__(secret, owner, reads)
-        self._flag, self._writes = flag, torch.cuda.current_stream(owner).cuda_stream
-
-    def map(self, nbytes: int, handle: bytes) -> Tensor:
-        with torch.cuda.device(self._owner):
-            start = self._start(handle)
-            self._at = start + self._flag
-            self._runtime.set_byte(self._at, _OPEN, self._writes)
-            return self._view(start, nbytes)
-
-    def _leave(self) -> None:
-        if self._at:
-            self._runtime.set_byte(self._at, _CLOSED, self._writes)
-
-
-def _free(
-    runtime: cuda_memory.Runtime,
-    pointer: int,
-    flags: Tensor,
-    device: torch.device,
-    over: threading.Event,
-    kept: Sequence[Tensor],
-) -> None:
-    """Freeing what a rank still has open is undefined; a rank that died leaves its flag set.
-    ``kept``: tensors of the source, whose memory lives until then, too.
-    """
-    with torch.cuda.device(device):
-        if wait_released(flags, over):
-            runtime.free(pointer)
-
-
-def wait_released(flags: Tensor, over: threading.Event) -> bool:
-    """Until no rank has the memory open; False when it has to be left as it is."""
-    started = time.monotonic()
-    while not released(flags, waited := time.monotonic() - started):
-        if waited > _FREE_WAIT:
-            _log.warning("GPU memory shared with a rank was never released; it stays allocated")
-            return False
-        if over.wait(_FREE_POLL):
-            return False
-    return not over.wait(_FREE_POLL)  # from its flag to its unmapping

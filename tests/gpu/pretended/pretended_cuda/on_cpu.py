@@ -22,7 +22,7 @@ import rollout.weight_sync.trainer.mapped_shards as mapped_shards
 import rollout.weight_sync.trainer.sources.values as values
 from pretended_cuda.sharing import Runtime
 from rollout.weight_sync import transports
-from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory
+from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory, lent_memory
 
 UUID = "5e1f0000-0000-4000-8000-00000000ca40"
 
@@ -30,9 +30,9 @@ UUID = "5e1f0000-0000-4000-8000-00000000ca40"
 def replacements() -> Iterator[tuple[Any, str, Any]]:
     """(Object, attribute, what takes its place), for the whole of a process."""
     fake: Any = _Torch()
-    for module in (values, cuda_handles, cuda_ipc, cuda_memory):
+    for module in (values, cuda_handles, cuda_ipc, cuda_memory, lent_memory):
         yield module, "torch", fake
-    for module in (cuda_handles, cuda_ipc, cuda_memory, mapped_shards, worker):
+    for module in (cuda_handles, cuda_ipc, cuda_memory, lent_memory, mapped_shards, worker):
         yield module, "gpu_uuid", lambda device: UUID
     yield cuda_ipc, "device_of", lambda uuid: torch.device("cpu")
     yield worker, "reached_gpus", lambda device: [UUID]
