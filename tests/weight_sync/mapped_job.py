@@ -1,9 +1,10 @@
 """One rank of an FSDP2 trainer whose shards an engine in the first one's process maps.
 
-    python mapped_job.py RANK WORLD FOLDER
+    python mapped_job.py RANK WORLD FOLDER [apart]
 
-Files stand for memory of a GPU. The first rank prints, of each case, how the update went and what
-differs on the engine from what the ranks hold together.
+``apart``: they cannot be mapped where they lie, and the ranks bring each other what an engine's
+rank maps. Files stand for memory of a GPU. The first rank prints, of each case, how the update
+went and what differs on the engine from what the ranks hold together.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
 
-from pretended_cuda.on_cpu import replacements
+from pretended_cuda.on_cpu import mapped_shards, replacements
 from pretended_cuda.segments import in_segment
 
 for owner, name, value in replacements():
@@ -31,6 +32,9 @@ for owner, name, value in replacements():
 from rollout import Rollout  # noqa: E402 - sees what has been replaced
 
 RANK, WORLD, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+APART = sys.argv[4:] == ["apart"]
+if APART:
+    mapped_shards.why_not_exchanged = lambda ranks: ""
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "weight_layout": "plain", "num_threads": 1, "skip_tokenizer_init": True,
     "max_model_len": 64, "kv_cache_bytes": 1 << 22, "max_num_seqs": 4,
@@ -43,7 +47,7 @@ def sharded(arch: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER / arch)).to(dtype)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
-    for parameter in model.parameters():
+    for parameter in () if APART else model.parameters():
         parameter._local_tensor.data = in_segment(parameter._local_tensor.data)
     return model, whole
 

@@ -63,7 +63,9 @@ def _no_handle_is_left():
 def engine(request, checkpoints):
     engine = Engine(checkpoints[0], request.param, checkpoints[1], "plain")
     tell = engine.info
-    engine.info = lambda: replace(tell(), devices=(on_cpu.UUID,) * request.param)
+    engine.info = lambda: replace(
+        tell(), devices=(on_cpu.UUID,) * request.param, reaches=(on_cpu.UUID,)
+    )
     yield engine
     engine.close()
 
@@ -261,7 +263,7 @@ def test_what_an_engine_holds_quantised_is_mapped(checkpoints) -> None:
     ]
     engine, wanted = made
     tell = engine.info
-    engine.info = lambda: replace(tell(), devices=(on_cpu.UUID,) * 2)
+    engine.info = lambda: replace(tell(), devices=(on_cpu.UUID,) * 2, reaches=(on_cpu.UUID,))
     try:
         receipt = receipt_of(
             TrainerRanks(engine, 3).send(checkpoints[2], transport="auto", prepare=held)
@@ -369,7 +371,7 @@ def test_of_rows_that_share_a_scale_few_wait_for_their_other_halves(
         Engine(checkpoints[0], 2, weights, quantization=scheme) for weights in checkpoints[1:]
     )
     tell = quantised.info
-    quantised.info = lambda: replace(tell(), devices=(on_cpu.UUID,) * 2)
+    quantised.info = lambda: replace(tell(), devices=(on_cpu.UUID,) * 2, reaches=(on_cpu.UUID,))
     try:
         trainers = TrainerRanks(quantised, 2, columns)
         receipt = receipt_of(trainers.send(checkpoints[2], transport="auto", prepare=held))

@@ -67,7 +67,7 @@ class Coordinator:
         """
         self.engine, self.served, self.switch = engine, served, Switch(engine)
         self.adapters = AdapterUpdates(engine)
-        self._transports = offered()
+        self._transports = offered(served.device)
         self._host = host_id() if engine.one_host else ""  # that of all ranks
         self.limits, self._note_version = UpdateLimits(), note_version
         self._label: str | None = None

@@ -326,7 +326,8 @@ class Message:
 class BucketHeader:
     """What bucket ``index`` (0, 1, 2 ...) holds; ``nbytes`` is the length of its payload.
 
-    ``regions``: handles of the sender's memory that holds the entries, if ranks have to map it.
+    ``regions``: handles of the sender's memory that holds the entries, if ranks have to map it; of
+    a round with messages those of the memory that each engine rank maps.
     A round in which all trainer ranks send has ``messages`` instead of entries; ``nbytes`` is their
     sum, and what one rank receives of it is its ``share``.
     """
@@ -348,7 +349,8 @@ class BucketHeader:
             return self
         mine = tuple(m for m in self.messages if m.dst == rank)
         entries = tuple(entry for message in mine for entry in message.entries)
-        return BucketHeader(self.index, entries, max((m.stop for m in mine), default=0), mine)
+        end = max((m.stop for m in mine), default=0)
+        return BucketHeader(self.index, entries, end, mine, self.regions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

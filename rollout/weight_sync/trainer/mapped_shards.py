@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollout.errors import RolloutError
 from rollout.weight_sync.protocol.in_place import Given
 from rollout.weight_sync.protocol.messages import BucketHeader, WeightInfo
 from rollout.weight_sync.trainer.reshard import BoxRounds, within
+from rollout.weight_sync.trainer.resharded_boxes import why_not_exchanged
 from rollout.weight_sync.trainer.shard_layout import Lying
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.transports import mapping
@@ -26,8 +28,17 @@ from rollout.wire.codec import from_plain, to_plain
 Give = Callable[[Sequence[Tensor]], Given]
 
 
-def lying(source: Incoming, info: WeightInfo) -> Lying:
-    """Whether the engine's ranks can read this rank's boxes where they lie; moves no byte."""
+def lying(source: Incoming, info: WeightInfo, ranks: Sequence[int]) -> Lying:
+    """Whether the engine's ranks can read this rank's boxes where they lie, or read what trainer
+    ``ranks`` bring each other; moves no byte.
+    """
+    here = ""
+    if not (why := why_not_exchanged(ranks)):
+        here = gpu_uuid(torch.device("cuda", torch.cuda.current_device()))
+    return replace(_mapped(source, info), here=here, not_exchanged=why)
+
+
+def _mapped(source: Incoming, info: WeightInfo) -> Lying:
     transport = mapping(info)
     if transport is None:
         return Lying()

@@ -72,7 +72,7 @@ def publish(
             check_merged(source.merged, {*info.adapters, *source.adapters}, sent=True)
         copies = base.take() if base is not None and source.models else Committed()
         look = group.size > 1 or by_boxes(options.transport, info)
-        lies = partial(lying, source, info)
+        lies = partial(lying, source, info, group.ranks)
         layout = exchange_layout(source, group, timeout, plans, copies, lies) if look else None
 
         def open_update() -> UpdateSession:

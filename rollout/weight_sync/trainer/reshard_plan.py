@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.weight_sync.protocol.bucket import ALIGNMENT, MAX_ENTRIES
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, Message
@@ -115,7 +115,23 @@ def gap(metadata: Sequence[TensorMeta], have: Sequence[RankBoxes]) -> str | None
     return None
 
 
-def _aligned(nbytes: int) -> int:
+def laid_out(header: BucketHeader, relays: Sequence[int]) -> BucketHeader:
+    """A round with each message where it lies in the memory of its engine rank's relay: by the
+    trainer rank that sends it, then by engine rank, as an exchange brings them.
+    """
+    ends: dict[int, int] = defaultdict(int)
+    messages = []
+    for message in sorted(header.messages, key=lambda one: (one.src, one.dst)):
+        start = ends[relays[message.dst]]
+        ends[relays[message.dst]] = start + aligned(message.nbytes)
+        by = start - message.start
+        entries = tuple(replace(entry, offset=entry.offset + by) for entry in message.entries)
+        moved = Message(message.src, message.dst, start, message.stop + by, entries)
+        messages.append(moved)
+    return replace(header, messages=tuple(messages))
+
+
+def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -146,7 +162,7 @@ def _rounds(moves: Iterable[Transfer], limit: int) -> tuple[BucketHeader, ...]:
     sending, receiving = _Room(limit), _Room(limit)
     turns: dict[int, list[Transfer]] = defaultdict(list)
     for move in moves:
-        size = _aligned(move.nbytes)
+        size = aligned(move.nbytes)
         turn = max(sending.first(move.src), receiving.first(move.dst))
         while not (sending.fits(turn, move.src, size) and receiving.fits(turn, move.dst, size)):
             turn += 1
@@ -164,10 +180,10 @@ def _header(index: int, moves: Sequence[Transfer]) -> BucketHeader:
     ends: dict[int, int] = defaultdict(int)
     messages = []
     for (dst, src), among in sorted(pairs.items(), key=lambda pair: pair[0]):
-        start = end = _aligned(ends[dst])
+        start = end = aligned(ends[dst])
         entries = []
         for move in among:
-            end, tensor = _aligned(end), move.tensor
+            end, tensor = aligned(end), move.tensor
             entries.append(
                 BucketEntry(tensor.name, tensor.dtype, tensor.shape, move.box, end, move.nbytes)
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -27,7 +28,8 @@ from rollout.weight_sync.trainer.lockstep import Walk
 from rollout.weight_sync.trainer.mapped_shards import MappedShards
 from rollout.weight_sync.trainer.options import UpdateOptions
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.reshard import BoxSending
+from rollout.weight_sync.trainer.reshard import BoxRounds, BoxSending
+from rollout.weight_sync.trainer.resharded_boxes import ReshardedBoxes
 from rollout.weight_sync.trainer.session import UpdatePlan, UpdateSession
 from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
 from rollout.weight_sync.trainer.shared_buckets import SharedBuckets
@@ -104,6 +106,8 @@ class Sending:
             return
         assert self._layout is not None
         size = min(self._plan.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
+        if self._plan.pieces == "resharded":  # what the busiest relay lends is one bucket
+            size //= max(Counter(self._plan.meet["relays"]).values())
         # All ranks digest their parts of one at once. Of quantised weights no more may come than an
         # engine lets wait for what shares their scales, and lies on another rank.
         if self._plan.pieces == "mapped" and not info.quantized:
@@ -180,7 +184,10 @@ class Sending:
         """
         assert self._boxes is not None
         assert self._plan.meet is not None
-        by = {"boxes": BoxSending, "shared": SharedBuckets, "mapped": MappedShards}
+        by: Mapping[str, type[BoxRounds]] = {
+            "boxes": BoxSending, "resharded": ReshardedBoxes, "shared": SharedBuckets,
+            "mapped": MappedShards,
+        }  # fmt: skip
         sending = by[self._plan.pieces](
             self._boxes, self._group, self._first, self._stats, self._options.timeout, watch
         )

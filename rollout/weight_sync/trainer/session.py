@@ -39,6 +39,7 @@ from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import Way, asked, ways
 from rollout.weight_sync.transports.base import Opening, Sender, Transport
+from rollout.weight_sync.transports.cuda_reshard import relays
 from rollout.weights import CASTABLE, TensorMeta
 from rollout.wire.codec import to_plain
 from rollout.wire.version import PROTOCOL
@@ -52,8 +53,9 @@ class UpdatePlan:
     """What every trainer rank has to know about an open update.
 
     ``pieces``: "gathered": whole tensors come to the first rank; "shards": each rank sends what it
-    holds; "boxes": each sends it straight to the engine ranks that want it; "shared": each writes
-    it to memory that the engine's ranks map; "mapped": these map what each holds. ``bucket_bytes``:
+    holds; "boxes": each sends it straight to the engine ranks that want it; "resharded": to the
+    trainer ranks that lend it to those; "shared": each writes it to memory that the engine's ranks
+    map; "mapped": these map what each holds. ``bucket_bytes``:
     the first rank's, by which all cut and vote. ``own_digests``: each rank digests what it holds,
     instead of the first one what was gathered. ``join``: how a rank opens a stream of its own, if
     it has one. ``meet``: where ranks meet for boxes, and which boxes go where; or the memory that
@@ -280,8 +282,8 @@ class Opener:
         """``late``: is told where the engine took part, and its ranks did not connect in time."""
         options, transport = self.options, way.transport
         by = self._boxes_by(transport, encoding)
-        boxes = self.layout if by in ("boxes", "shared") else None
-        if by == "boxes":
+        boxes = self.layout if by in ("boxes", "resharded", "shared") else None
+        if transport.senders == "all":
             encoding = self._whole(encoding, transport)
         streams = 1 if boxes is not None else self._streams(transport, encoding)
         opening = Opening(
@@ -311,7 +313,7 @@ class Opener:
             buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
             # Elsewhere every trainer rank connects, after it has been told where.
-            if plan.pieces not in ("boxes", "shared"):
+            if plan.pieces not in ("boxes", "resharded", "shared"):
                 try:
                     buckets.connect()
                 except DeadlineExceeded as error:
@@ -411,7 +413,7 @@ class Opener:
         are not.
         """
         if transport.senders == "all":
-            return "boxes"
+            return "resharded" if transport.exchanged else "boxes"
         if transport.shared and self._write_together(encoding):
             return "shared"
         return "mapped" if transport.maps and self._all_mapped(encoding) else ""
@@ -448,8 +450,10 @@ class Opener:
         """None where trainer ranks do not bring their own boxes after all."""
         layout = self.layout
         told: Mapping[str, Any] | None = None
-        if layout is not None and by == "boxes":
+        if layout is not None and by in ("boxes", "resharded"):
             told = self.plans.wants_for(begun, layout)
+            if by == "resharded":
+                told = {**told, "relays": relays(self.info, layout)}
         elif by == "shared":
             told = {"longest": sender.buffers[0].numel()}
         elif layout is not None and by == "mapped":

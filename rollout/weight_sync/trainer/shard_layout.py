@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rollout.distributed import LOOPBACK
@@ -20,7 +21,7 @@ from rollout.weight_sync.protocol.messages import (
 )
 from rollout.weight_sync.trainer.lockstep import digest_of, source_failed
 from rollout.weight_sync.trainer.rank_group import RankGroup
-from rollout.weight_sync.trainer.reshard_plan import RankBoxes, gap, plan_rounds
+from rollout.weight_sync.trainer.reshard_plan import RankBoxes, gap, laid_out, plan_rounds
 from rollout.weight_sync.trainer.sources.known_adapters import KnownAdapters
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import PlacesInPlace
@@ -49,6 +50,8 @@ class ShardLayout:
     first_at: str = LOOPBACK  # the address at which the other ranks reach the first
     not_mapped: str | None = ""  # see ``Holding``
     gpus: tuple[str, ...] = ()  # UUIDs of those that what would be mapped lies on
+    rank_gpus: tuple[str, ...] = ()  # this and the next: see ``Holding``
+    not_exchanged: str = ""
 
     @property
     def split(self) -> bool:
@@ -79,11 +82,14 @@ class ShardLayout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lying:
     """Whether the engine's ranks can read one trainer rank's tensors where they lie: ``not_mapped``
-    as ``Holding`` has it, ``gpus`` as ``ShardLayout``.
+    as ``Holding`` has it, ``gpus`` as ``ShardLayout``. ``here``: the UUID of its current GPU.
+    ``not_exchanged``: why it brings the others no boxes between GPUs, or "".
     """
 
     not_mapped: str | None = ""
     gpus: tuple[str, ...] = ()
+    here: str = ""
+    not_exchanged: str = ""
 
 
 class PlanCache:
@@ -128,6 +134,7 @@ class PlanCache:
         self, boxes: ShardLayout, told: Mapping[str, Any], info: WeightInfo, bucket_bytes: int
     ) -> tuple[BucketHeader, ...]:
         """What every rank sends to whom; ``told``: what ``wants_for`` said on the first rank."""
+        as_sent = partial(laid_out, relays=told["relays"]) if "relays" in told else _as_it_is
         if "wants" not in told:  # all of it in buckets that every engine rank takes
             want: list[RankBoxes] = [{m.name: (Box.full(m.shape),) for m in boxes.metadata}]
             return self._plan((boxes.digest, "", bucket_bytes), boxes, want, _whole)
@@ -139,20 +146,25 @@ class PlanCache:
             {**rank, **{a: rank[o] for a, o in info.aliases.items() if o in rank}}
             for rank in self._wants
         ]
-        return self._plan((boxes.digest, self.wants_digest, bucket_bytes), boxes, want)
+        key = (boxes.digest, self.wants_digest, told.get("relays"), bucket_bytes)
+        return self._plan(key, boxes, want, as_sent)
 
     def _plan(
         self,
         key: tuple[Any, ...],
         boxes: ShardLayout,
         want: Sequence[RankBoxes],
-        as_sent: Callable[[BucketHeader], BucketHeader] = lambda header: header,
+        as_sent: Callable[[BucketHeader], BucketHeader],
     ) -> tuple[BucketHeader, ...]:
         if self._planned is None or self._planned[0] != key:
             rounds = plan_rounds(boxes.metadata, boxes.have, want, key[-1])
             self._planned = (key, tuple(map(as_sent, rounds)))
             self.num_planned += 1
         return self._planned[1]
+
+
+def _as_it_is(header: BucketHeader) -> BucketHeader:
+    return header
 
 
 def _whole(header: BucketHeader) -> BucketHeader:
@@ -201,8 +213,9 @@ def exchange_layout(
         return ShardLayout(problems[0])
     knows = tuple(s["wants"] for s in said)
     kept = tuple(tuple(s["copies"]) for s in said)
-    mapped = _mapped(group, [from_plain(Lying, s["lies"]) for s in said])
-    now = (knows, kept, tuple(s["host"] for s in said), said[0]["address"], *mapped)
+    lies_at = [from_plain(Lying, s["lies"]) for s in said]
+    found_at = *_mapped(group, lies_at), *_exchanged(group, lies_at)
+    now = (knows, kept, tuple(s["host"] for s in said), said[0]["address"], *found_at)
     digest = digest_of([s["mine"] for s in said])
     if all(s["source"] == digest for s in said):
         known = plans.found(digest)
@@ -222,6 +235,15 @@ def _mapped(group: RankGroup, lies: Sequence[Lying]) -> tuple[str | None, tuple[
         if one.not_mapped is not None:
             return one.not_mapped and f"on trainer rank {rank}, {one.not_mapped}", gpus
     return None, gpus
+
+
+def _exchanged(group: RankGroup, lies: Sequence[Lying]) -> tuple[tuple[str, ...], str]:
+    """Every rank's GPU, and why not all of them bring each other boxes."""
+    gpus = tuple(one.here for one in lies)
+    for rank, one in zip(group.ranks, lies, strict=True):
+        if one.not_exchanged:
+            return gpus, f"on trainer rank {rank}, {one.not_exchanged}"
+    return gpus, ""
 
 
 _Look = tuple[str, tuple[TensorMeta, ...], dict[str, Any]]

@@ -64,6 +64,11 @@ class Watchdog:
         if self._error is not None:
             raise self._error
 
+    def check(self) -> None:
+        """Inside ``over``: raise where the wait was given up."""
+        if self._error is not None:
+            raise self._error
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Inside ``over``: a wait that is not for the trainer, with a deadline and an error of its

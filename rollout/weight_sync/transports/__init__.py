@@ -18,6 +18,7 @@ _HERE = "rollout.weight_sync.transports"
 
 # Name, or name/kind of the engine's device -> module:class. The order is that of preference.
 MODULES: dict[str, str] = {
+    "reshard/cuda": f"{_HERE}.cuda_reshard:Reshard",
     "p2p": f"{_HERE}.p2p:P2P",
     "broadcast": f"{_HERE}.broadcast:Broadcast",
     "inline": f"{_HERE}.inline:Inline",
@@ -61,9 +62,10 @@ def find(name: str, device: str = "cpu") -> Transport:
     return found
 
 
-def offered() -> tuple[str, ...]:
-    """What every engine offers."""
-    return tuple(name for name in names() if _any(name).offered)
+def offered(device: str | None = None) -> tuple[str, ...]:
+    """What every engine offers, or every engine on ``device``."""
+    found = (name for name in names() if device is None or _lookup(name, device) is not None)
+    return tuple(name for name in found if _any(name).offered)
 
 
 def served(offers: Sequence[str]) -> tuple[str, ...]:
@@ -126,8 +128,7 @@ def _auto(info: WeightInfo, holding: Holding | None) -> tuple[Way, ...]:
     notes: list[str] = []
     for name in names():
         transport = _lookup(name, info.device)
-        if transport is None:
-            notes.append(f"no {name}: the engine is on {info.device}")
+        if transport is None:  # none leads to such a device
             continue
         preference = transport.preference(info, holding)
         if preference is None:

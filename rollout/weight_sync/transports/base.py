@@ -97,6 +97,21 @@ class Holding(Protocol):
         """
         ...
 
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Where each rank runs."""
+        ...
+
+    @property
+    def rank_gpus(self) -> Sequence[str]:
+        """Of each rank, the UUID of its current GPU; "" where it has none."""
+        ...
+
+    @property
+    def not_exchanged(self) -> str:
+        """Why ranks cannot bring each other their boxes between GPUs; "" where they can."""
+        ...
+
 
 class Sender:
     """The trainer's end during one update; used by one thread, closed by whoever opened it.
@@ -191,6 +206,7 @@ class Transport:
     name: ClassVar[str]
     senders: ClassVar[Literal["one", "all"]] = "one"  # trainer ranks; "all" send their own boxes
     shared: ClassVar[bool] = False  # its buffers may be written to by trainer ranks together
+    exchanged: ClassVar[bool] = False  # trainer ranks bring boxes to those that the engine maps
     maps: ClassVar[bool] = False  # it leads to tensors of all trainer ranks, where they lie
     in_process: ClassVar[bool] = False  # nothing is nearer to an engine in this process
     offered: ClassVar[bool] = True  # by every engine

@@ -85,6 +85,8 @@ def why_not(info: WeightInfo) -> str | None:
     here = gpu_uuid(torch.device("cuda", torch.cuda.current_device()))
     if not here:
         return "this process's GPU has no UUID to share memory by (MIG)"
+    if len(info.devices) > 1 and "regions" in info.features and not info.reaches:
+        return "there is no GPU that all of its ranks see"
     if info.reaches and here not in info.reaches:
         return f"its ranks do not reach this process's GPU ({here}): they do not see it, or no peer"
     return None

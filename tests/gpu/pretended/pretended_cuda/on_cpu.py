@@ -19,10 +19,17 @@ import rollout.engine.worker.weight_reader as reading
 import rollout.engine.worker.worker as worker
 import rollout.weight_sync.trainer.bucket_sender as bucket_sender
 import rollout.weight_sync.trainer.mapped_shards as mapped_shards
+import rollout.weight_sync.trainer.resharded_boxes as resharded_boxes
 import rollout.weight_sync.trainer.sources.values as values
 from pretended_cuda.sharing import Runtime
 from rollout.weight_sync import transports
-from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory, lent_memory
+from rollout.weight_sync.transports import (
+    cuda_handles,
+    cuda_ipc,
+    cuda_memory,
+    cuda_reshard,
+    lent_memory,
+)
 
 UUID = "5e1f0000-0000-4000-8000-00000000ca40"
 
@@ -30,15 +37,26 @@ UUID = "5e1f0000-0000-4000-8000-00000000ca40"
 def replacements() -> Iterator[tuple[Any, str, Any]]:
     """(Object, attribute, what takes its place), for the whole of a process."""
     fake: Any = _Torch()
-    for module in (values, cuda_handles, cuda_ipc, cuda_memory, lent_memory):
+    for module in (
+        values, cuda_handles, cuda_ipc, cuda_memory, cuda_reshard, lent_memory, mapped_shards,
+        resharded_boxes,
+    ):  # fmt: skip
         yield module, "torch", fake
     for module in (cuda_handles, cuda_ipc, cuda_memory, lent_memory, mapped_shards, worker):
         yield module, "gpu_uuid", lambda device: UUID
-    yield cuda_ipc, "device_of", lambda uuid: torch.device("cpu")
+    for module in (cuda_ipc, cuda_reshard):
+        yield module, "device_of", lambda uuid: torch.device("cpu")
     yield worker, "reached_gpus", lambda device: [UUID]
     yield cuda_memory, "Runtime", Runtime
-    found = {**transports.MODULES, "ipc/cpu": transports.MODULES["ipc/cuda"]}
-    yield transports, "MODULES", found
+    yield (
+        transports,
+        "MODULES",
+        {
+            (key.replace("/cuda", "/cpu")): where
+            for key, where in transports.MODULES.items()
+            if key != "ipc/cpu"
+        },
+    )
     yield reading, "_alone", lambda model: bool(model.table.quantized)
     yield bucket_sender.BucketSender, "__init__", _sender_of_small_ones
 
