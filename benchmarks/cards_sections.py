@@ -85,10 +85,12 @@ def tensor_parallel(report: Any) -> None:
 
 def updates(report: Any) -> None:
     """From FSDP2 on one half of the cards into an engine on the other."""
-    transports = ["auto", "broadcast", "p2p"]
+    transports = ["auto", "broadcast", "reshard", "p2p"]
     if CUDA and CARDS < 2:  # NCCL refuses two ranks on one card
         transports = ["auto"]
-        report.facts["left out"] = "broadcast and p2p, which need two cards"
+        report.facts["left out"] = "broadcast, reshard and p2p, which need two cards"
+    elif not CUDA:
+        transports.remove("reshard")
     with (
         checkpoint(report.dry) as folder,
         Rollout(folder, tensor_parallel_size=HALF, **_settings(report.dry)) as engine,

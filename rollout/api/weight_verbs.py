@@ -92,7 +92,8 @@ class WeightVerbs:
           gets the first call's receipt for as long as that version is live.
         - ``version``: the number to commit as, above the live one (None: the next); at most 2**52
           where it is not the next.
-        - ``transport``: auto | inline | grpc_stream | broadcast | ipc | p2p, or a ``Transport``.
+        - ``transport``: auto | inline | grpc_stream | broadcast | ipc | reshard | p2p, or a
+          ``Transport``.
         - ``encoding``: auto | full | delta | delta-zstd. A delta keeps a copy of what was sent in
           host memory. It falls back to a full update where the engine holds other weights, and
           sends one every ``anchor_every`` updates.

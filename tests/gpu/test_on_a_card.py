@@ -505,10 +505,22 @@ from safetensors.torch import load_file
 from card_engines import GREEDY, PROMPTS, card_settings
 from rollout import Rollout
 from rollout.weight_sync.agreement import Agreement
+from rollout.weight_sync.trainer import mapped_shards, resharded_boxes
 from rollout.weights import Box, TensorMeta
 path, meet, rank = sys.argv[1:]
+class Done:
+    def is_completed(self):
+        return True
+    def wait(self):
+        pass
+def exchange(into, payload, coming, leaving):  # NCCL's part by gloo, in host memory
+    got = torch.empty(sum(coming), dtype=torch.uint8)
+    dist.all_to_all_single(got, payload.cpu(), coming, leaving)
+    into.copy_(got)
+    return Done()
+mapped_shards.why_not_exchanged, resharded_boxes.exchange = lambda ranks: "", exchange
 dist.init_process_group("gloo", init_method="file://" + meet, rank=int(rank), world_size=2)
-torch.cuda.set_device(int(rank))
+torch.cuda.set_device(int(rank) % torch.cuda.device_count())
 first = load_file(path + "/model.safetensors")
 held = {name: x.mul(1.5).cuda() for name, x in first.items()}
 class Rows:  # of which this rank has its half, in memory of its own card
@@ -528,20 +540,25 @@ class Rows:  # of which this rank has its half, in memory of its own card
     held_values = local_values
     def __iter__(self):
         raise AssertionError("this update gathers")
+class Apart(Rows):  # which cannot be mapped there
+    def held_values(self, name):
+        return None
 told = []
 with Rollout.from_ranks(path, **card_settings(cuda_graphs="off")) as ranks:
-    for source in (None, held, Rows(), held, Rows()):
+    for source in (None, held, Rows(), held, Apart(), held, Rows(), Apart()):
         receipt = ranks.update_weights(source) if source else None
         tokens = [out.outputs[0].token_ids for out in ranks.generate(PROMPTS, GREEDY)]
-        told.append([tokens, receipt and [receipt.transport, receipt.details["read_in_place"]]])
+        how = receipt and [receipt.transport, receipt.details.get("read_in_place")]
+        told.append([tokens, how])
 print(json.dumps(told))
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
-def test_processes_of_a_job_are_ranks_on_cards_and_map_what_they_hold(
-    tiny_qwen3: Path, trained: Any, tmp_path: Path
+@pytest.mark.parametrize("alone", [False, True], ids=["", "each sees its own alone"])
+def test_processes_of_a_job_are_ranks_on_cards_and_map_what_they_hold_or_bring(
+    tiny_qwen3: Path, trained: Any, tmp_path: Path, alone: bool
 ) -> None:
     with card_engine(tiny_qwen3, device="cpu") as one:
         wanted = [greedy_tokens(one)]
@@ -551,7 +568,12 @@ def test_processes_of_a_job_are_ranks_on_cards_and_map_what_they_hold(
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", RANK, str(tiny_qwen3), str(tmp_path / "meet")]
     jobs = [
-        subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank)],
+            env={**env, "CUDA_VISIBLE_DEVICES": str(rank)} if alone else env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(RANKS)
     ]
     try:
@@ -562,8 +584,11 @@ def test_processes_of_a_job_are_ranks_on_cards_and_map_what_they_hold(
             job.wait()
     count = len(trained.state_dict())
     whole, halves = f"{count} tensors", f"{2 * count} boxes of {count} tensors"
+    apart = [wanted[0], ["reshard", None]]
     first, second = ([wanted[0], ["ipc", halves]], [wanted[1], ["ipc", whole]])
-    course = [[wanted[0], None], second, first, second, first]
+    if alone:  # the others do not see what a dict of the first rank's holds
+        first, second = apart, [wanted[1], ["inline", None]]
+    course = [[wanted[0], None], second, first, second, apart, second, first, apart]
     assert [json.loads(line) for [line] in told] == [course] * RANKS
 
 

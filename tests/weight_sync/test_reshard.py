@@ -21,7 +21,7 @@ from engine_ranks import Engine, same
 from test_p2p import receipt_of, replicas
 from tiny_models import write_tiny
 from trainer import fresh
-from trainer_ranks import TrainerRanks, drifted, rows, wanted_bytes
+from trainer_ranks import CountedGathers, TrainerRanks, drifted, rows, wanted_bytes, whole
 
 from rollout.errors import ChecksumMismatch, DeadlineExceeded, SourceFailed, TransferFailed
 from rollout.weight_sync.protocol.bucket import check_size
@@ -181,6 +181,24 @@ def test_replicas_that_have_drifted_apart_are_refused(engine, checkpoints, excha
     assert same(engine.live(), before)
 
 
+def test_whole_weights_are_brought_where_not_every_rank_sees_the_first_ones(
+    engine, checkpoints, exchanges, monkeypatch
+) -> None:
+    """DDP, of which each rank has everything."""
+
+    def gathering(rank, source):
+        return CountedGathers(source._weights, source.agreement, whole)
+
+    tell, trainers, found = engine.info, Colocated(engine, 2, whole, exchanges), []
+    for reaches in ((on_cpu.UUID,), ("another",)):
+        info = replace(tell(), reaches=reaches)
+        monkeypatch.setattr(engine, "info", lambda info=info: replace(info, version=engine.version))
+        receipt = receipt_of(trainers.send(checkpoints[2], prepare=gathering))
+        found.append(receipt.transport)
+        assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+    assert found == ["ipc", "reshard"]
+
+
 @pytest.mark.parametrize(("scheme", "ranks"), [("int8", 2), ("fp8_block", 1)])
 def test_what_an_engine_holds_quantised_is_brought(checkpoints, exchanges, scheme, ranks) -> None:
     made = [
@@ -241,6 +259,24 @@ def test_no_room_to_receive_in_fails_all_ranks(engine, trainers, checkpoints, mo
     monkeypatch.setattr(lent_memory.LentMemory, "__init__", none)
     got = trainers.send(checkpoints[2])
     assert all(isinstance(one, TransferFailed) and "out of memory" in str(one) for one in got), got
+
+
+def test_where_memory_is_refused_later_updates_go_another_way(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    """As in containers that share no process ids: an engine's rank hears it from the driver."""
+
+    def refused(self, nbytes, handle):
+        raise TransferFailed("cudaIpcOpenMemHandle failed: invalid argument (1)")
+
+    monkeypatch.setattr(lent_memory.MappedLent, "map", refused)
+    got = trainers.send(checkpoints[2])
+    assert all(isinstance(one, TransferFailed) for one in got), got
+    assert "cudaIpcOpenMemHandle failed" in str(got[0])
+    receipt = receipt_of(trainers.send(checkpoints[2]))
+    assert receipt.transport == "p2p"
+    assert "no reshard: not there lately" in receipt.details["transport_reason"]
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
 
 
 def test_what_is_lent_is_freed_when_the_engine_has_read_it(

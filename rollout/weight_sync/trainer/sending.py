@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import RolloutError
+from rollout.errors import RolloutError, TransferFailed
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
@@ -112,7 +112,13 @@ class Sending:
         # engine lets wait for what shares their scales, and lies on another rank.
         if self._plan.pieces == "mapped" and not info.quantized:
             size = IN_PLACE_BYTES * self._group.size
-        self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
+        try:
+            self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
+        except TransferFailed:
+            # No other way can be tried now, and what the driver refuses once it refuses again.
+            if self._plan.pieces == "resharded" and self._session is not None:
+                plans.pass_over(self._session.way.transport.name)
+            raise
 
     def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
         """Collective: send every piece, with a vote after each bucket's worth of whole tensors."""

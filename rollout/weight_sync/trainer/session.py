@@ -32,7 +32,7 @@ from rollout.weight_sync.trainer.bucket_sender import BucketSender
 from rollout.weight_sync.trainer.encoder import Encoding
 from rollout.weight_sync.trainer.lockstep import source_failed
 from rollout.weight_sync.trainer.options import UpdateOptions
-from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
+from rollout.weight_sync.trainer.shard_layout import TRY_AGAIN, PlanCache, ShardLayout
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weight_sync.trainer.sources.values import Incoming
@@ -45,7 +45,6 @@ from rollout.wire.codec import to_plain
 from rollout.wire.version import PROTOCOL
 
 log = logging.getLogger(__name__)
-_TRY_AGAIN = 600.0  # seconds until "auto" takes a way again whose deadline has passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,10 +257,10 @@ class Opener:
     def _pass_over(self, late: Mapping[str, str], session: UpdateSession) -> None:
         """Have no update wait soon for a way that was not there, as behind a firewall."""
         for tried, error in late.items():
-            self.plans.late[tried] = time.monotonic() + _TRY_AGAIN
+            self.plans.pass_over(tried)
             log.warning(
                 "updates go by %s, and for %g s not by %s, which did not connect: %s",
-                session.way.transport.name, _TRY_AGAIN, tried, error,
+                session.way.transport.name, TRY_AGAIN, tried, error,
             )  # fmt: skip
 
     def _without_late(self, left: list[Way]) -> list[Way]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,7 @@ from rollout.weight_sync.transports.host import host_id
 from rollout.weights import Box, TensorMeta
 from rollout.wire.codec import from_plain, to_plain
 
+TRY_AGAIN = 600.0  # seconds until "auto" takes a way again that did not lead there
 MAX_SHARD = 16 << 20  # bytes that a rank compares at once; no transport has shorter buckets
 
 
@@ -121,6 +123,10 @@ class PlanCache:
 
     def keep(self, found: ShardLayout) -> None:
         self._found = found
+
+    def pass_over(self, transport: str) -> None:
+        """Have "auto" take other ways for some time."""
+        self.late[transport] = time.monotonic() + TRY_AGAIN
 
     def wants_for(self, begun: Begun, boxes: ShardLayout) -> dict[str, Any]:
         """On the sender: the engine's wants as told to the other ranks, unless all know them."""

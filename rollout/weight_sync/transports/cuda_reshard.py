@@ -23,6 +23,7 @@ from torch import Tensor
 from rollout.errors import TransferFailed
 from rollout.weight_sync.protocol.channel import WeightChannel
 from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
+from rollout.weight_sync.transports import cuda_ipc
 from rollout.weight_sync.transports.base import (
     Accepted,
     EngineRank,
@@ -74,10 +75,10 @@ class Reshard(Transport):
     exchanged = True
 
     def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
-        if holding is None or holding.problem is not None or not holding.split:
-            return None
-        if holding.not_mapped is None:
-            return None  # they need not even be exchanged
+        if holding is None or holding.problem is not None or holding.not_mapped is None:
+            return None  # where all are mapped, they need not even be exchanged
+        if not holding.split and cuda_ipc.why_not(info) is None:
+            return None  # what the first rank holds is enough, and mapped
         why = f"; not mapped: {holding.not_mapped}" if holding.not_mapped else ""
         return f"trainer ranks on the engine's GPUs bring each of its ranks what it wants{why}"
 

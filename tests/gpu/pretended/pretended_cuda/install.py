@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -144,7 +145,9 @@ def _launch_on_cards() -> None:
 
 
 def install() -> None:
-    """From now on this process has cards."""
+    """From now on this process has cards, those of ``CUDA_VISIBLE_DEVICES`` where it is set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(CARDS)))
+    visible = [int(index) for index in visible.split(",")]
     for name in FACTORIES:
         setattr(torch, name, _factory(getattr(torch, name)))
     torch.as_tensor = _as_tensor(torch.as_tensor)
@@ -154,12 +157,13 @@ def install() -> None:
 
     def properties(device: Any) -> SimpleNamespace:
         index = getattr(device, "index", device)
-        found = {"name": "pretended", "uuid": f"{UUID}{index}", "multi_processor_count": 2}
+        uuid = f"{UUID}{visible[index]}"
+        found = {"name": "pretended", "uuid": uuid, "multi_processor_count": 2}
         return SimpleNamespace(**found, total_memory=MEMORY, major=9, minor=0)
 
     said: dict[str, Any] = {
         "is_available": lambda: True,
-        "device_count": lambda: CARDS,
+        "device_count": lambda: len(visible),
         "current_device": current_device,
         "set_device": set_device,
         "get_device_name": lambda *_: "pretended",
