@@ -21,13 +21,14 @@ from engine_ranks import Engine, same
 from test_p2p import receipt_of, replicas
 from tiny_models import write_tiny
 from trainer import fresh
-from trainer_ranks import CountedGathers, TrainerRanks, drifted, rows, wanted_bytes, whole
+from trainer_ranks import Boxes, CountedGathers, TrainerRanks, drifted, rows, wanted_bytes, whole
 
 from rollout.errors import ChecksumMismatch, DeadlineExceeded, SourceFailed, TransferFailed
 from rollout.weight_sync.protocol.bucket import check_size
 from rollout.weight_sync.protocol.messages import BucketHeader
 from rollout.weight_sync.trainer import resharded_boxes
 from rollout.weight_sync.trainer.reshard_plan import laid_out, plan_rounds
+from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.transports import cuda_memory, lent_memory
 from rollout.weight_sync.transports.cuda_memory import FLAGS, pack_handle
 from rollout.weight_sync.transports.cuda_reshard import ReshardReceiver, relays
@@ -166,6 +167,31 @@ def test_it_ends_like_a_fresh_start_and_no_byte_is_lent_twice(
         assert len(sent) == size
         assert max(sent) <= 1.2 * sum(sent) / size
     assert [plans.num_planned for plans in trainers.plans] == [1] * size
+
+
+class Staying(Boxes):
+    """What a rank has stays where it is, in memory that no other process can map."""
+
+    def held_values(self, name):
+        return self.local_values(name)
+
+
+def test_what_stays_is_digested_a_round_at_a_time(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    """As with ``expandable_segments``."""
+
+    def one(self, *args):
+        raise AssertionError("a tensor was digested by itself")
+
+    def staying(rank, source):
+        return Staying(source._weights, source.agreement)
+
+    monkeypatch.setattr(TransferStats, "digest", one)
+    receipt = receipt_of(trainers.send(checkpoints[2], prepare=staying))
+    assert receipt.transport == "reshard"
+    assert "expandable_segments" in receipt.details["transport_reason"]
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
 
 
 def test_it_can_be_asked_for(engine, trainers, checkpoints) -> None:

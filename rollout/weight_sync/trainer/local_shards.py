@@ -53,6 +53,10 @@ class LocalBoxes:
             raise SourceFailed(f"{name}: the source no longer holds the boxes it announced")
         return found
 
+    def stays(self, name: str) -> bool:
+        """Whether ``held`` has it: nothing is made of it for the update."""
+        return self._source.held_values(name) is not None
+
     def has_read(self, name: str) -> bool:
         """Whether ``read`` costs nothing."""
         return self._last[0] == name

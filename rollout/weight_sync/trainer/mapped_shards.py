@@ -118,7 +118,7 @@ class MappedShards(BoxRounds):
             box, part = within(held, entry)
             boxes[entry.name, box] = held[box]
             values.append(part)
-        self._digest(boxes)
+        self.digest_held(boxes)
         self._stats.wire_bytes += sum(part.nbytes for part in values)
         return {"given": to_plain(give(values))}
 
@@ -128,13 +128,7 @@ class MappedShards(BoxRounds):
             for name in self._boxes.undigested(self._stats)
             for box, values in self._boxes.held(name).items()
         )
-        self._digest(dict(boxes))
-
-    def _digest(self, boxes: Mapping[tuple[str, Box], Tensor]) -> None:
-        """Those that have not been, all at once."""
-        left = {at: values for at, values in boxes.items() if at not in self._stats.digests}
-        if left:
-            self._stats.digest_boxes(left, self._boxes.metadata)
+        self.digest_held(dict(boxes))
 
     def _flush(self) -> None:
         if self._first is not None:

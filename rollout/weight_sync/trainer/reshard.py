@@ -74,6 +74,12 @@ class BoxRounds:
                 buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
                 nontemporal_copy(buffer, within(held, entry)[1])
 
+    def digest_held(self, boxes: Mapping[tuple[str, Box], Tensor]) -> None:
+        """Those of (name, box) that have not been, all at once; on one device."""
+        left = {at: values for at, values in boxes.items() if at not in self._stats.digests}
+        if left:
+            self._stats.digest_boxes(left, self._boxes.metadata)
+
     def digest_rest(self) -> None:
         """Of the boxes that no entry was of."""
         self._boxes.digest_all(self._stats, self._watch)

@@ -21,6 +21,7 @@ from rollout.weight_sync.transports.cuda_handles import GivenHandles
 from rollout.weight_sync.transports.cuda_memory import whole_pages
 from rollout.weight_sync.transports.cuda_reshard import ReshardOffer
 from rollout.weight_sync.transports.lent_memory import LentMemory
+from rollout.weights import Box
 from rollout.wire.codec import from_plain
 
 _POLL = 20e-6  # seconds
@@ -106,9 +107,21 @@ class ReshardedBoxes(BoxRounds):
                 where = end + entry.offset - message.start
                 wanted.setdefault(entry.name, []).append((entry, where))
             end += aligned(message.nbytes)
-        self.write(wanted, self._packed[header.index % 2])
+        into = self._packed[header.index % 2]
+        with self._watch.over(f"read round {header.index}"):
+            self._digest_at_once([name for name in wanted if self._boxes.stays(name)])
+        self.write(wanted, into)
         self._sent_bytes += sum(message.nbytes for message in self._sent(header))
         self._stats.gather_seconds += time.perf_counter() - started
+
+    def _digest_at_once(self, names: Sequence[str]) -> None:
+        """Of tensors that stay, by device: of the others only one is there at a time."""
+        by_device: dict[torch.device, dict[tuple[str, Box], Tensor]] = {}
+        for name in names:
+            for box, values in self._boxes.held(name).items():
+                by_device.setdefault(values.device, {})[name, box] = values
+        for boxes in by_device.values():
+            self.digest_held(boxes)
 
     def _bring(self, header: BucketHeader, following: BucketHeader | None) -> None:
         leaving, coming = self._leaving(header), self._coming(header)
