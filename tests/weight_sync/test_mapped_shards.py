@@ -345,6 +345,30 @@ def test_where_no_rank_can_map_the_memory_all_send(
     assert all("cudaIpcOpenMemHandle failed" in str(one) for one in got), got
 
 
+def test_where_a_ranks_memory_turns_out_to_be_refused_later_updates_go_another_way(
+    engine, checkpoints, monkeypatch
+) -> None:
+    """That of another GPU, say, which is heard once the update is under way. Not so where such an
+    update has succeeded before: then somebody was gone.
+    """
+    proven, trainers = TrainerRanks(engine, 2), TrainerRanks(engine, 2)
+    receipt_of(proven.send(checkpoints[2], transport="auto", prepare=held))
+    map_all = lent_memory.MappedRegions.map_all
+
+    def refused(self, wanted):
+        raise TransferFailed("cudaIpcOpenMemHandle failed: invalid argument (1)")
+
+    for one, then in ((trainers, "p2p"), (proven, "ipc")):
+        monkeypatch.setattr(lent_memory.MappedRegions, "map_all", refused)
+        got = one.send(checkpoints[1], transport="auto", prepare=held)
+        assert all("invalid argument (1)" in str(error) for error in got), got
+        monkeypatch.setattr(lent_memory.MappedRegions, "map_all", map_all)
+        receipt = receipt_of(one.send(checkpoints[1], transport="auto", prepare=held))
+        assert receipt.transport == then
+        lately = "not mapped: it could not be lately" in receipt.details["transport_reason"]
+        assert lately == (then == "p2p")
+
+
 def test_of_part_of_a_model_whose_copies_are_kept_boxes_are_sent(engine, checkpoints) -> None:
     name = "model.norm.weight"
     receipt = DeltaTrainerRanks(engine, 2).send(

@@ -90,6 +90,7 @@ def publish(
         with Watchdog(group, options.patience or timeout, sink.give_up) as watch:
             sending.run(sink, plans, info, watch)
         receipt = sending.commit()
+        plans.proven.add(plan.pieces)
         if source.models:
             encoder.settle(receipt, sending.shards)
         elif base is not None:

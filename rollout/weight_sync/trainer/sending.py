@@ -115,8 +115,9 @@ class Sending:
         try:
             self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
         except TransferFailed:
-            # No other way can be tried now, and what the driver refuses once it refuses again.
-            if self._plan.pieces == "resharded" and self._session is not None:
+            # No other way can be tried now, and memory that cannot be mapped cannot be next time.
+            maps = self._plan.pieces in ("mapped", "resharded")
+            if maps and self._session is not None and self._plan.pieces not in plans.proven:
                 plans.pass_over(self._session.way.transport.name)
             raise
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +36,7 @@ from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.names import wire_dtype
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
-from rollout.weight_sync.transports import Way, asked, ways
+from rollout.weight_sync.transports import Way, asked, mapping, ways
 from rollout.weight_sync.transports.base import Opening, Sender, Transport
 from rollout.weight_sync.transports.cuda_reshard import relays
 from rollout.weights import CASTABLE, TensorMeta
@@ -249,9 +248,14 @@ class Opener:
     def _looked_at(self, encoding: Encoding) -> ShardLayout | None:
         """What trainer ranks hold; that it can be mapped is told where it will be."""
         layout = self.layout
-        if layout is None or layout.not_mapped is not None or self._all_mapped(encoding):
+        if layout is None or layout.not_mapped is not None:
+            return layout
+        late = (transport := mapping(self.info)) is not None and self.plans.is_late(transport.name)
+        if self._all_mapped(encoding) and not late:
             return layout
         why = "copies are kept for deltas" if layout.divided else ""
+        if late:
+            why = "it could not be lately"
         return replace(layout, not_mapped=why)
 
     def _pass_over(self, late: Mapping[str, str], session: UpdateSession) -> None:
@@ -265,7 +269,7 @@ class Opener:
 
     def _without_late(self, left: list[Way]) -> list[Way]:
         """Without those that did not connect lately; the last one is never left out."""
-        while len(left) > 1 and time.monotonic() < self.plans.late.get(left[0].transport.name, 0.0):
+        while len(left) > 1 and self.plans.is_late(left[0].transport.name):
             tried = left.pop(0).transport.name
             left[0] = Way(left[0].transport, f"{left[0].reason}; no {tried}: not there lately")
         return left

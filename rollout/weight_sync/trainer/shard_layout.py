@@ -111,6 +111,7 @@ class PlanCache:
         self._planned: tuple[Any, tuple[BucketHeader, ...]] | None = None
         self.num_planned = 0
         self.late: dict[str, float] = {}  # transports that "auto" passes over, and until when
+        self.proven: set[str] = set()  # ``UpdatePlan.pieces`` of updates that have been committed
         self.told_alone = False  # whether it has been said that every rank makes its own version
 
     def found(self, digest: str) -> ShardLayout | None:
@@ -127,6 +128,9 @@ class PlanCache:
     def pass_over(self, transport: str) -> None:
         """Have "auto" take other ways for some time."""
         self.late[transport] = time.monotonic() + TRY_AGAIN
+
+    def is_late(self, transport: str) -> bool:
+        return time.monotonic() < self.late.get(transport, 0.0)
 
     def wants_for(self, begun: Begun, boxes: ShardLayout) -> dict[str, Any]:
         """On the sender: the engine's wants as told to the other ranks, unless all know them."""
