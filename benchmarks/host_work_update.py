@@ -11,7 +11,8 @@ processor time of all threads, and of wall clock, of an update after the first o
 all, as other work of the machine only adds to it. The trainer is in the engine's process, or, with
 `--another-process`, connected to a service that maps each tensor's memory by `ipc`: files stand for
 what CUDA maps. With `--ranks` it is so many processes over which FSDP2 has sharded the model, and
-updates go in turns by `ipc`, which maps what each of them holds, and by `p2p`. With `--beside` both
+updates go in turns by `ipc`, which maps what each of them holds, by `reshard`, with gloo in the
+place of NCCL, and by `p2p`. With `--beside` both
 checkouts take turns in processes of their own, and the ratios of their medians over the rounds are
 printed, too.
 """
@@ -112,17 +113,19 @@ def as_rank(
     rank: int, address: str, folder: Path, layers: int, updates: int, ranks: int,
     of_the_engine: Callable[[], float] = lambda: 0.0,
 ) -> dict[str, float]:  # fmt: skip
-    """One rank's part of all updates, by both transports in turns."""
+    """One rank's part of all updates, by the transports in turns."""
     import torch.distributed as dist
+    from pretended_cuda.on_cpu import mapped_shards
     from pretended_cuda.segments import in_segment
     from torch.distributed.fsdp import fully_shard
 
+    mapped_shards.why_not_exchanged = lambda ranks: ""
     meet = f"file://{folder / 'meet'}"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
     model: Any = fully_shard(make_model(layers))
     for parameter in model.parameters():
         parameter._local_tensor.data = in_segment(parameter._local_tensor.data)
-    rows: dict[str, list[list[float]]] = {"ipc": [], "p2p": []}
+    rows: dict[str, list[list[float]]] = {"ipc": [], "reshard": [], "p2p": []}
     with Rollout.connect(address) as engine:
         for number in range(updates + 3):
             for transport, kept in rows.items():

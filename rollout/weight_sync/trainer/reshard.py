@@ -69,10 +69,7 @@ class BoxRounds:
         A tensor is read once, however many entries are of it: reading casts.
         """
         for name in sorted(wanted, key=lambda name: not self._boxes.has_read(name)):
-            held = self._boxes.digest(name, self._stats, self._watch)
-            for entry, start in wanted[name]:
-                buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
-                nontemporal_copy(buffer, within(held, entry)[1])
+            place(self._boxes.digest(name, self._stats, self._watch), wanted[name], into)
 
     def digest_held(self, boxes: Mapping[tuple[str, Box], Tensor]) -> None:
         """Those of (name, box) that have not been, all at once; on one device."""
@@ -148,6 +145,15 @@ class _Follower:
 
     def flush(self) -> None:
         return None  # the first rank knows when the last round has arrived
+
+
+def place(
+    held: Mapping[Box, Tensor], entries: Sequence[tuple[BucketEntry, int]], into: Tensor
+) -> None:
+    """Copy entries of a tensor, of which ``held`` are boxes, to where each lies in ``into``."""
+    for entry, start in entries:
+        buffer = into[start : start + entry.nbytes].view(entry.dtype).view(entry.box.shape)
+        nontemporal_copy(buffer, within(held, entry)[1])
 
 
 def within(held: Mapping[Box, Tensor], entry: BucketEntry) -> tuple[Box, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollout.errors import TransferFailed
 from rollout.weight_sync.protocol.messages import BucketEntry, BucketHeader, Message
-from rollout.weight_sync.trainer.reshard import BoxRounds
+from rollout.weight_sync.trainer.reshard import BoxRounds, place
 from rollout.weight_sync.trainer.reshard_plan import aligned
 from rollout.weight_sync.transports.cuda_handles import GivenHandles
 from rollout.weight_sync.transports.cuda_memory import whole_pages
@@ -109,16 +109,19 @@ class ReshardedBoxes(BoxRounds):
             end += aligned(message.nbytes)
         into = self._packed[header.index % 2]
         with self._watch.over(f"read round {header.index}"):
-            self._digest_at_once([name for name in wanted if self._boxes.stays(name)])
+            stay = {name: self._boxes.held(name) for name in wanted if self._boxes.stays(name)}
+            self._digest_at_once(stay)
+            for name, held in stay.items():
+                place(held, wanted.pop(name), into)
         self.write(wanted, into)
         self._sent_bytes += sum(message.nbytes for message in self._sent(header))
         self._stats.gather_seconds += time.perf_counter() - started
 
-    def _digest_at_once(self, names: Sequence[str]) -> None:
-        """Of tensors that stay, by device: of the others only one is there at a time."""
+    def _digest_at_once(self, stay: Mapping[str, Mapping[Box, Tensor]]) -> None:
+        """What stays, by device; of other tensors only one is there at a time."""
         by_device: dict[torch.device, dict[tuple[str, Box], Tensor]] = {}
-        for name in names:
-            for box, values in self._boxes.held(name).items():
+        for name, held in stay.items():
+            for box, values in held.items():
                 by_device.setdefault(values.device, {})[name, box] = values
         for boxes in by_device.values():
             self.digest_held(boxes)

@@ -93,6 +93,5 @@ class _LocalComponents(_Components):
     def _of(self, name: str) -> tuple[LocalSource, str]:
         """The source of a tensor, and what that calls it."""
         own = component_of(name) in self._sources
-        source = self._sources[component_of(name) if own else POLICY]
-        assert isinstance(source, LocalSource)
+        source: Any = self._sources[component_of(name) if own else POLICY]  # a LocalSource
         return source, own_name(name) if own else name

@@ -249,10 +249,10 @@ class Incoming:
 
     def local_values(self, name: str) -> list[tuple[Box, Tensor]]:
         """Of a source that reads locally: the values of its boxes of one tensor."""
-        assert isinstance(self.inner, LocalSource)
+        inner: Any = self.inner
         return [
             (box, self._cast(name, readable(name, values)))
-            for box, values in self.inner.local_values(name)
+            for box, values in inner.local_values(name)
         ]
 
     def held_values(self, name: str) -> list[tuple[Box, Tensor]] | None:
