@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked_ranks
+
 START_LIMIT = 270.0
 
 
@@ -18,15 +20,21 @@ START_LIMIT = 270.0
 class Served:
     http: str  # host:port
     grpc: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | forked_ranks.Popen
 
 
 @contextmanager
-def serve(model: Path | str, *flags: str, python: str = sys.executable) -> Iterator[Served]:
-    """Started, ready, and at the end terminated; fails with the server's stderr."""
+def serve(
+    model: Path | str, *flags: str, python: str = sys.executable, forked: bool = True
+) -> Iterator[Served]:
+    """Started, ready, and at the end terminated; fails with the server's stderr.
+
+    ``forked``: from what has imported torch; not where a test shows how the command starts.
+    """
     command = [python, "-m", "rollout", "serve", str(model), "--port", "0"]
     command += ["--grpc-port", "0", "--device", "cpu", "--num-threads", "1", "--exit-with-stdin"]
-    process = subprocess.Popen(
+    popen = forked_ranks.Popen if forked and python == sys.executable else subprocess.Popen
+    process = popen(
         [*command, *flags],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -72,7 +80,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def _ready(process: subprocess.Popen[str]) -> Served:
+def _ready(process: subprocess.Popen[str] | forked_ranks.Popen) -> Served:
     assert process.stdout is not None
     assert process.stderr is not None
     timer = threading.Timer(START_LIMIT, process.kill)

@@ -1,4 +1,4 @@
-"""What the scripts of trainers import, and nothing that starts a thread: they are forked later."""
+"""What trainers, servers and ranks import; nothing that starts a thread, as they are forked."""
 
 import gc
 
@@ -11,8 +11,10 @@ from transformers.models.mixtral import modeling_mixtral  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
+import rollout.cli.main
 import rollout.engine.worker.rank_process
 import rollout.rpc.client
+import rollout.server.service
 import rollout.testing.faults
 import rollout.weight_sync.trainer.publisher  # noqa: F401
 

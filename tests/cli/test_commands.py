@@ -165,7 +165,7 @@ def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Pa
     """Under the flags that users of vLLM know, from a directory into which nothing is written."""
     flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--undo", "host")
     flags += ("--served-model-name", "mine", "--trust-remote-code")
-    with unwritten(bare), serve(f"--model={bare}", *flags) as served:
+    with unwritten(bare), serve(f"--model={bare}", *flags, forked=False) as served:
         with urllib.request.urlopen(f"http://{served.http}/v1/models", timeout=30) as reply:
             assert [card["id"] for card in json.load(reply)["data"]] == ["mine"]
         ranks = descendants(served.process.pid)
@@ -201,7 +201,7 @@ def test_a_service_answers_generate_and_info_and_ends_cleanly(run: Run, bare: Pa
 
 def test_a_rank_that_dies_ends_the_service_and_the_log_says_what_happened(bare: Path) -> None:
     flags = ("--tensor-parallel-size", "2", "--log-level", "info", "--patience", "0.5")
-    with serve(bare, *flags) as served:
+    with serve(bare, *flags, forked=False) as served:
         with Rollout.connect(served.grpc) as engine:
             engine.update_weights(bare, label="first")
             with pytest.raises(WeightMismatch):

@@ -1,9 +1,12 @@
 """A fleet over engines of this process, and the verbs over it."""
 
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
+
+import forked_ranks
 
 from rollout import AsyncRollout, Rollout
 from rollout.fleet.coordination.record import Record
@@ -50,28 +53,31 @@ class OneMore:
         self.rollout.shutdown()
 
 
-def front_process(record, *engines, grpc_port=0, flags=()):
+def front_process(record, *engines, grpc_port=0, flags=(), forked=True):
     """``rollout fleet`` over engines: its process, and its HTTP and gRPC addresses."""
     words = [word for engine in engines for word in ("--engine", engine)]
-    return fleet_process("--record", str(record), *words, *flags, grpc_port=grpc_port)
+    return fleet_process(
+        "--record", str(record), *words, *flags, grpc_port=grpc_port, forked=forked
+    )
 
 
 @contextmanager
-def fleet_process(*flags, grpc_port=0):
+def fleet_process(*flags, grpc_port=0, forked=True):
+    """``forked`` as of a server: see ``serving``."""
     words = [sys.executable, "-m", "rollout", "fleet", "--port", "0", "--exit-with-stdin"]
     words += ["--grpc-port", str(grpc_port), "--start-timeout", "120", *flags]
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    popen, pipe = (forked_ranks if forked else subprocess).Popen, subprocess.PIPE
+    process = popen(words, stdin=pipe, stdout=pipe, text=True, env=dict(os.environ))
+    try:
+        line = process.stdout.readline().split()
+        assert line[:1] == ["ready"], line
+        http, grpc = (word.partition("=")[2] for word in line[1:])
+        yield SimpleNamespace(process=process, http=http, grpc=grpc)
+    finally:
+        process.terminate()
         try:
-            line = process.stdout.readline().split()
-            assert line[:1] == ["ready"], line
-            http, grpc = (word.partition("=")[2] for word in line[1:])
-            yield SimpleNamespace(process=process, http=http, grpc=grpc)
-        finally:
-            process.terminate()
-            try:
-                process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise

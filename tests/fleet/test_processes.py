@@ -51,7 +51,7 @@ def tokens(outputs):
 
 def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle):
     """Streams that run then go on with the bits that they would have had."""
-    with serve(checkpoint, "--replicas", "2", "--deterministic", *FLAGS) as served:
+    with serve(checkpoint, "--replicas", "2", "--deterministic", *FLAGS, forked=False) as served:
         processes = descendants(served.process.pid)
         with Rollout.connect(served.grpc) as client, ThreadPoolExecutor(len(LONG)) as pool:
             rows = members(served.http)
@@ -90,7 +90,7 @@ def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle)
 def test_a_replica_that_was_killed_comes_back_with_the_adapters(checkpoint):
     model = adapted(Path(checkpoint), 1)
     flags = (*FLAGS, "--max-adapters", "3", "--max-lora-rank", "4")
-    with serve(checkpoint, "--replicas", "2", *flags) as served:
+    with serve(checkpoint, "--replicas", "2", *flags, forked=False) as served:
         processes = descendants(served.process.pid)
         with Rollout.connect(served.grpc) as client:
             client.update_weights(model, adapters={"math": model})
@@ -111,7 +111,7 @@ def test_a_stopped_engine_serves_nobody_and_catches_up(checkpoint, trained, tmp_
     with serve(checkpoint, *FLAGS) as one, serve(checkpoint, *FLAGS) as two:
         record = tmp_path / "record"
         with (
-            front_process(record, one.grpc, two.grpc) as front,
+            front_process(record, one.grpc, two.grpc, forked=False) as front,
             Rollout.connect(front.grpc) as client,
         ):
             client.update_weights(trained)
