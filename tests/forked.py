@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -81,6 +82,20 @@ class Script:
         for pipe in (self.stdin, self.stdout):
             if not pipe.closed:
                 pipe.close()
+
+
+def said_by(script: Path, arguments: list[str], env: Mapping[str, str] | None = None) -> str:
+    """What ``script`` prints until it ends, with status 0."""
+    with tempfile.NamedTemporaryFile("r") as log:
+        job = Script(script, arguments, Path(log.name), env)
+        try:
+            job.stdin.close()
+            said = job.stdout.read().decode()
+            assert job.wait(30) == 0, log.read()[-4000:]
+        finally:
+            job.kill()
+            job.close()
+    return said
 
 
 def _file(pipe: Connection, mode: str) -> BinaryIO:

@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forked import Script
+from forked import said_by
 
 HERE = Path(__file__).parent
 
@@ -26,7 +25,8 @@ def run(
     with which arguments, instead of the script itself.
     """
     if over is None and not launcher:
-        return _forked(script, arguments, env)
+        # Of a process that has imported torch and transformers: those are of no other kind.
+        return _found(said_by(HERE / script, list(map(str, arguments)), env))
     path = [over, HERE.parents[1], HERE.parent, os.environ.get("PYTHONPATH")]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, str(HERE / script), *map(str, arguments)],
@@ -43,20 +43,10 @@ def run(
         timeout=limit,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [found for line in done.stdout.splitlines() for found in _documents(line)]
+    return _found(done.stdout)
 
 
-def _forked(script: str, arguments: Sequence[object], env: Mapping[str, str] | None) -> list[Any]:
-    """In a process that has imported torch and transformers, where those are of no other kind."""
-    with tempfile.NamedTemporaryFile("r") as log:
-        job = Script(HERE / script, list(map(str, arguments)), Path(log.name), env)
-        try:
-            job.stdin.close()
-            said = job.stdout.read().decode()
-            assert job.wait(30) == 0, log.read()[-4000:]
-        finally:
-            job.kill()
-            job.close()
+def _found(said: str) -> list[Any]:
     return [found for line in said.splitlines() for found in _documents(line)]
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from forked import said_by
 from free_ports import free_port
 from safetensors.torch import load_file, save, save_file
 from serving import serve
@@ -20,7 +18,6 @@ from tiny_models import write_tiny
 from rollout import Rollout
 
 TRAINER = Path(__file__).parent / "sglang_trainer.py"
-LIMIT = 240
 pytestmark = pytest.mark.more
 
 
@@ -45,11 +42,7 @@ def engine(folder, model):
 def run_trainer(url: str, path: Path, *flags: str) -> str:
     """A process of its own, since its group lies beside its default group; what it printed."""
     ports = ",".join(str(free_port()) for _ in range(2))
-    command = [sys.executable, str(TRAINER), url, str(path), ports, *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return said_by(TRAINER, [url, str(path), ports, *flags])
 
 
 @pytest.mark.parametrize(
