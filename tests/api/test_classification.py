@@ -10,6 +10,8 @@ from rollout import ConfigError, InvalidRequest, Rollout, SamplingParams, Weight
 from rollout.api.diagnosing.diagnosis import diagnose
 from rollout.generation import Labels
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 ODD = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}
 ODD |= {"intermediate_size": 50, "vocab_size": 301}
 LONG = [(7 * n) % 290 + 3 for n in range(90)]

@@ -10,6 +10,8 @@ from tiny_models import write_tiny
 from rollout import Rollout, SamplingParams
 from rollout.errors import InvalidRequest, PromptTooLong
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LONG = [(7 * n) % 300 + 3 for n in range(90)]
 PROMPTS = [[1, 2, 3], LONG, [9], LONG[:64], [*LONG[:40], 5, 6]]
 BESIDE = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

@@ -13,6 +13,8 @@ from rollout import Rollout, SamplingParams
 from rollout.errors import InvalidRequest, PromptTooLong
 from rollout.generation import RequestOutput, VersionSpan
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LONG = [(7 * n) % 300 + 3 for n in range(91)]
 PROMPTS = [[1, 2, 3], LONG, [9], LONG, LONG[:33]]
 COMPLETIONS = [[4], [5, 6, 7, 8, 9], LONG[:50], [11, 12], [3] * 17]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import forked_ranks
 from shared_engines import left_serving
 from start_engines import outcome, start, trainer_job
 from tiny_models import write_tiny
@@ -25,7 +26,9 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
 def engine(request, checkpoints) -> Iterator[Rollout]:
-    with start(checkpoints["a"], request.param) as rollout:
+    with forked_ranks():
+        started = start(checkpoints["a"], request.param)
+    with started as rollout:
         yield rollout
 
 
@@ -41,7 +44,7 @@ def fresh(engine, checkpoints) -> dict[str, Any]:
     tp = engine.weight_info().tensor_parallel_size
     said = {}
     for name, path in checkpoints.items():
-        with start(path, tp) as rollout:
+        with forked_ranks(), start(path, tp) as rollout:
             said[name] = outcome(rollout)
     return said
 

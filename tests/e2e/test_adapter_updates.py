@@ -43,7 +43,10 @@ from rollout.weights import Box
 from rollout.weights.adapters import AdapterSpec, ModuleSpec
 from rollout.weights.components import POLICY
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
+    pytest.mark.usefixtures("forked_ranks"),
+]
 
 PROMPTS = [list(range(3, 40)), list(range(50, 70))]
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

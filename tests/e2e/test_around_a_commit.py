@@ -16,6 +16,8 @@ from tiny_models import write_tiny
 from rollout import Rollout, SamplingParams
 from rollout.weight_sync.trainer.options import IN_FLIGHT
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CLIENTS, UPDATES = 6, 3
 MARGIN = 0.15  # seconds that a busy machine may take a thread's turn away

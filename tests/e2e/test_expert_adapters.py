@@ -20,6 +20,7 @@ from rollout.errors import ConfigError, WeightMismatch
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
     pytest.mark.filterwarnings("ignore:The following .*_pattern keys"),  # they are used
+    pytest.mark.usefixtures("forked_ranks"),
 ]
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

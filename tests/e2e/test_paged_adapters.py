@@ -25,6 +25,7 @@ from rollout.weights.adapters import DORA, AdapterSpec, ModuleSpec
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+    pytest.mark.usefixtures("forked_ranks"),
 ]
 
 KINDS: dict[str, dict[str, Any]] = {

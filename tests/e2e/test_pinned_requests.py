@@ -15,6 +15,8 @@ from start_engines import PROMPTS, outcome, start
 from rollout import ConfigError, Rollout, SamplingParams
 from rollout.models.causal_lm import CausalLM
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 TP2 = pytest.param(2, marks=pytest.mark.more)
 LONG = SamplingParams(n=3, temperature=0.9, seed=11, max_tokens=300, ignore_eos=True)
 

@@ -22,6 +22,7 @@ from rollout.weights.files.safetensors_files import SafetensorsFiles
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.usefixtures("forked_ranks"),
 ]
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -19,6 +19,7 @@ from rollout.errors import ConfigError
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
     pytest.mark.filterwarnings("ignore:.*tie"),
+    pytest.mark.usefixtures("forked_ranks"),
 ]
 
 KINDS: dict[str, dict[str, Any]] = {

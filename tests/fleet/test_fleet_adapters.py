@@ -14,7 +14,10 @@ from rollout import Rollout, SamplingParams
 from rollout.errors import ConfigError, InvalidRequest, VersionConflict, WeightMismatch
 from rollout.weight_sync.protocol.messages import UpdateRequest
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),
+    pytest.mark.usefixtures("forked_ranks"),
+]
 
 # The same bits wherever a request goes on, so that its tokens are the same.
 SETTINGS = {**ENGINE, "max_adapters": 4, "max_lora_rank": 8, "deterministic": True}

@@ -12,6 +12,8 @@ from rollout.engine.updates.live_form import send_live_form
 from rollout.engine.updates.read_lease import ReadLease
 from rollout.errors import ChecksumMismatch
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 GREEDY = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 PROMPTS = [[5, 6, 7, n] for n in range(8)]
 

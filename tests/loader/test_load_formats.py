@@ -37,6 +37,8 @@ from rollout.models.build import build_tables
 from rollout.models.config.model import ModelConfig
 from rollout.weights import Box
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 CPU = {"device": "cpu", "num_threads": 1, "num_kv_blocks": 32, "dtype": "float32"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9, 10]

@@ -19,6 +19,8 @@ from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError, WeightMismatch
 from rollout.server.preflight import Preflight, check
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 ENGINE = _ENGINE | {"enable_prefix_caching": False}
 HEAD = [7, 3, 11, 200, 5, 9, 42, 17] * 3
 PROMPTS = [HEAD, [*HEAD[:19], 3, 4], [90, 91] * 4]

@@ -19,6 +19,8 @@ from rollout.errors import InvalidRequest
 from rollout.generation.packed import pack
 from rollout.integrations.router_replay import expert_batch, replayed_experts
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 # Blocks for three sequences at a time, prompts in chunks: everything that may go wrong does.
 ENGINE = {
     "device": "cpu", "num_threads": 1, "num_kv_blocks": 20, "block_size": 8, "max_model_len": 128,

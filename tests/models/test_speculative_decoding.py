@@ -18,6 +18,8 @@ from rollout.engine.sequences.sequence import Sequence
 from rollout.errors import ConfigError
 from rollout.generation import VersionSpan
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 ENGINE = _ENGINE | {"enable_prefix_caching": False}
 DRAFTS = {"num_speculative_tokens": 5, "speculative_history_tokens": 10_000}
 HEAD = [7, 3, 11, 200, 5, 9, 42, 17] * 3

@@ -26,6 +26,8 @@ from rollout.models.config.model import ModelConfig
 from rollout.trainer_ops import logprobs_of, patch, token_logprobs
 from rollout.trainer_ops.patch import SUPPORTED
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def assert_equal(model: Any, sequences: list[Sampled]) -> None:
     """Padded on the right and on the left, and packed: all of the engine's bits."""
