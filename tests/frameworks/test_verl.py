@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +33,44 @@ def test_the_extra_brings_what_verl_imports_and_does_not_ask_for() -> None:
     assert {"cachetools", "TransferQueue"} <= names  # verl's own extra verl-core has the second
 
 
+@dataclass(frozen=True)
+class Told:
+    """What became of a job, and the models that it was given."""
+
+    models: list[Path]
+    found: dict[str, Any]
+
+    def get(self) -> dict[str, Any]:
+        assert "traceback" not in self.found, self.found["traceback"]
+        return self.found
+
+
+@pytest.fixture(scope="module")
+def replicas(ray_alone: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
+    """Of the jobs of single replicas, by their scripts."""
+    path = tmp_path_factory.mktemp("replicas")
+    models = {
+        "verl_job.py": [path / "one", path / "other"],
+        "verl_head_job.py": [path / "a", path / "b"],
+        "verl_experts_job.py": [path / "mixture"],
+    }
+    for seed in range(2):
+        write_tiny(models["verl_job.py"][seed], seed=seed, tokenizer=True)
+        write_release(models["verl_head_job.py"][seed], "deepseek_v3", seed=seed)
+    write_tiny(path / "mixture", "qwen3_moe", mlp_only_layers=[0])
+    spoil_token(path / "mixture", 60)
+    jobs = [[script, *map(str, given)] for script, given in models.items()]
+    found = run("verl_jobs.py", json.dumps(jobs), over=CLIENT, limit=560)
+    return {
+        script: Told(given, one) for (script, given), one in zip(models.items(), found, strict=True)
+    }
+
+
 @pytest.mark.more
 @pytest.mark.timeout(1200)  # others may have Ray first
-@pytest.mark.usefixtures("ray_alone")
 @pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
-def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> None:
-    models = [tmp_path / "one", tmp_path / "other"]
-    for seed, path in enumerate(models):
-        write_tiny(path, seed=seed, tokenizer=True)
-    got = run("verl_job.py", *models, over=CLIENT)[-1]
+def test_a_replica_serves_verls_client_and_takes_its_weights(replicas: dict[str, Told]) -> None:
+    models, got = replicas["verl_job.py"].models, replicas["verl_job.py"].get()
     asked = {"temperature": 1.0, "max_tokens": 8, "seed": 3, "ignore_eos": True}
     told, penalised = [], []
     for path in models:
@@ -99,15 +130,12 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(tmp_path: Path) -> 
 
 @pytest.mark.more
 @pytest.mark.timeout(1200)
-@pytest.mark.usefixtures("ray_alone")
 @pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
-def test_a_head_that_verl_sends_with_the_model_drafts(tmp_path: Path) -> None:
+def test_a_head_that_verl_sends_with_the_model_drafts(replicas: dict[str, Told]) -> None:
     """``mtp.enable_rollout``: by its naive engine, asleep before, and by ours."""
-    for seed, name in enumerate("ab"):
-        write_release(tmp_path / name, "deepseek_v3", seed=seed)
-    got = run("verl_head_job.py", tmp_path / "a", tmp_path / "b", over=CLIENT)[-1]
+    models, got = replicas["verl_head_job.py"].models, replicas["verl_head_job.py"].get()
     asked = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-    with Rollout(str(tmp_path / "b"), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+    with Rollout(str(models[1]), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
         [output] = rollout.generate([[5, 6, 7] * 3], asked)
     for row in got["naive"], got["apart"]:
         assert row["components"] == ["mtp", "policy"]
@@ -120,16 +148,15 @@ def test_a_head_that_verl_sends_with_the_model_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(CLIENT is None, reason="verl is not installed: make clients")
 def test_verls_agent_loop_gets_the_experts_of_every_layer_for_its_router_replay(
-    tmp_path: Path,
+    replicas: dict[str, Told],
 ) -> None:
     """``enable_rollout_routing_replay``: rows of all tokens but the last, which verl adds."""
-    write_tiny(tmp_path, "qwen3_moe", mlp_only_layers=[0])
-    spoil_token(tmp_path, 60)
-    got = run("verl_experts_job.py", tmp_path, over=CLIENT)[-1]
+    [model], got = replicas["verl_experts_job.py"].models, replicas["verl_experts_job.py"].get()
     asked = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "return_routed_experts": True}
-    with Rollout(str(tmp_path), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
+    with Rollout(str(model), device="cpu", num_threads=1, num_kv_blocks=64) as rollout:
         [sample] = rollout.generate([[5, 6, 7]], asked)[0].outputs
         seeded = got["runs"][0][0]
         [scored] = rollout.generate([[5, 6, 7, *seeded]], {"max_tokens": 1, "prompt_logprobs": 1})

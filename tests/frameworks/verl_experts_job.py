@@ -2,7 +2,7 @@
 what comes of a prompt whose logits are not numbers; and verl's ``full_determinism``,
 ``logprobs_mode`` and ``calculate_log_probs``.
 
-python verl_experts_job.py MODEL
+verl_jobs.py runs it: verl_experts_job.py MODEL
 """
 
 import asyncio

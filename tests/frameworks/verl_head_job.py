@@ -1,14 +1,10 @@
-"""verl's configuration and its two ways of weights, with a head among them; prints one JSON object.
+"""verl's configuration and its two ways of weights, a head among them; prints one JSON object.
 
-python verl_head_job.py MODEL OTHER_MODEL      both of one architecture, with prediction heads
+verl_jobs.py runs it: verl_head_job.py MODEL OTHER_MODEL      both with prediction heads
 """
 
-import os
 import sys
 from types import SimpleNamespace
-
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "rollout.integrations.verl"
-os.environ.update(RANK="0", RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_DASHBOARD="1")
 
 import torch
 from safetensors.torch import load_file

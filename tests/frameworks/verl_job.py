@@ -1,16 +1,12 @@
 """verl's own registries, client and configuration over Ray, one replica; prints one JSON object.
 
-python verl_job.py MODEL OTHER_MODEL
+verl_jobs.py runs it: verl_job.py MODEL OTHER_MODEL
 """
 
 import asyncio
-import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "rollout.integrations.verl"
-os.environ.update(RANK="0", RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_DASHBOARD="1")
 
 import torch
 from peft import LoraConfig, get_peft_model
