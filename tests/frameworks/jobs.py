@@ -27,7 +27,13 @@ def run(
     if over is None and not launcher:
         # Of a process that has imported torch and transformers: those are of no other kind.
         return _found(said_by(HERE / script, list(map(str, arguments)), env))
-    path = [over, HERE.parents[1], HERE.parent, os.environ.get("PYTHONPATH")]
+    path = [
+        HERE / "imports_sooner",
+        over,
+        HERE.parents[1],
+        HERE.parent,
+        os.environ.get("PYTHONPATH"),
+    ]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, str(HERE / script), *map(str, arguments)],
         env={
