@@ -90,14 +90,14 @@ def test_replicas_behind_one_address_survive_a_kill(checkpoint, trained, oracle)
 def test_a_replica_that_was_killed_comes_back_with_the_adapters(checkpoint):
     model = adapted(Path(checkpoint), 1)
     flags = (*FLAGS, "--max-adapters", "3", "--max-lora-rank", "4")
-    with serve(checkpoint, "--replicas", "2", *flags, forked=False) as served:
+    with serve(checkpoint, "--replicas", "2", *flags) as served:
         processes = descendants(served.process.pid)
         with Rollout.connect(served.grpc) as client:
             client.update_weights(model, adapters={"math": model})
             live = client.update_weights(adapters={"code": shaken(model, 2)})
             asked = [SamplingParams(adapter=name, **GREEDY) for name in ("math", "code")] * 6
             expected = tokens(client.generate(PROMPTS, asked))
-            os.kill(next(p for p in processes if b"serve" in command(p)), signal.SIGKILL)
+            os.kill(members(served.http)[0]["pid"], signal.SIGKILL)
             assert tokens(client.generate(PROMPTS, asked)) == expected
             eventually(lambda: descendants(served.process.pid) - processes)  # it is started again
             wait_serving(served.http, 2)
@@ -200,8 +200,3 @@ def stopping(process, weights):
         if number == len(weights) // 2:
             process.send_signal(signal.SIGSTOP)
         yield item
-
-
-def command(pid):
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()
