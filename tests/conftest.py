@@ -61,6 +61,9 @@ _LONGEST = (
     "test_trl.py",
     "test_sleep.py",
     "test_shared_memory_group.py",
+    "test_stopped_trainer.py",
+    "test_around_a_commit.py",
+    "test_megatron.py",
     "test_rank_faults.py",
     "test_transaction.py",
     "test_service_transports.py",
@@ -69,6 +72,17 @@ _LONGEST = (
     "test_torch_jobs.py",
     "test_state_machine.py",
     "test_dense_parity.py",
+    "test_dashboard.py",
+    "test_sglang.py",
+    "test_bits_on_ranks.py",
+    "test_adapter_updates.py",
+    "test_pinned_requests.py",
+    "test_leaving.py",
+    "test_partitions.py",
+    "test_trainer_ops.py",
+    "test_random_updates.py",
+    "test_areal.py",
+    "test_simulator.py",
 )
 
 
