@@ -25,7 +25,7 @@ from trainer_ranks import Boxes, CountedGathers, TrainerRanks, drifted, rows, wa
 
 from rollout.errors import ChecksumMismatch, DeadlineExceeded, SourceFailed, TransferFailed
 from rollout.weight_sync.protocol.bucket import check_size
-from rollout.weight_sync.protocol.messages import BucketHeader
+from rollout.weight_sync.protocol.messages import MIN_BUCKET_BYTES, BucketHeader
 from rollout.weight_sync.trainer import resharded_boxes
 from rollout.weight_sync.trainer.reshard_plan import laid_out, plan_rounds
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
@@ -278,6 +278,26 @@ def test_an_exchange_that_does_not_end_is_given_up(
     assert same(engine.live(), before)
 
 
+def test_an_exchange_that_does_not_begin_is_given_up(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    """NCCL's first exchange meets all peers, one of which may be gone."""
+    idle = []
+
+    def stuck(*args):
+        deadline = time.monotonic() + 8
+        while rank_of() == 0 and engine.info().state != "idle" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if rank_of() == 0:
+            idle.append(engine.info().state)
+        return Work()
+
+    monkeypatch.setattr(resharded_boxes, "exchange", stuck)
+    got = trainers.send(checkpoints[2], timeout=2.0)
+    assert all(isinstance(one, DeadlineExceeded) for one in got), got
+    assert idle == ["idle"]
+
+
 def test_no_room_to_receive_in_fails_all_ranks(engine, trainers, checkpoints, monkeypatch) -> None:
     def none(self, *args):
         raise TransferFailed("cudaMalloc failed: out of memory (2)")
@@ -316,9 +336,20 @@ def test_what_is_lent_is_freed_when_the_engine_has_read_it(
         freed.release()
 
     monkeypatch.setattr(on_cpu.Runtime, "free", counted)
+    monkeypatch.setattr(lent_memory, "OPEN_WAIT", 60.0)  # of a rank that may still come
     receipt_of(trainers.send(checkpoints[2]))
     for _ in range(min(2, len(engine.ranks))):  # of each relay
         assert freed.acquire(timeout=10)
+
+
+def test_the_shortest_bucket_is_shared_by_the_ranks_of_a_relay(
+    engine, trainers, checkpoints
+) -> None:
+    name = "model.norm.weight"
+    weights = {name: checkpoints[2][name] + 1}
+    receipt = receipt_of(trainers.send(weights, bucket_bytes=MIN_BUCKET_BYTES, partial=True))
+    assert receipt.transport == "reshard"
+    assert all(torch.equal(rank[name], weights[name]) for rank in engine.live())
 
 
 def test_a_source_that_stays_where_it_can_be_mapped_is_not_brought(

@@ -81,12 +81,13 @@ class ReshardedBoxes(BoxRounds):
                 f"there is no room on {device} to send {most} bytes from twice: lower bucket_bytes"
             ) from error
         self._halves: tuple[Tensor, ...] = ()
-        if self._group.rank not in self._relays:
+        serves = self._relays.count(self._group.rank)
+        if not serves:
             return {}
         handles = GivenHandles(secret)
         stack.callback(handles.close)
         half = whole_pages(max([1, *(sum(self._coming(header)) for header in rounds)]))
-        memory = LentMemory(half, len(self._relays), handles)
+        memory = LentMemory(half, serves, handles)
         stack.callback(memory.close)
         self._halves = memory.halves
         return {"handle": memory.handle}
@@ -130,7 +131,8 @@ class ReshardedBoxes(BoxRounds):
         leaving, coming = self._leaving(header), self._coming(header)
         payload = self._packed[header.index % 2][: sum(leaving)]
         into = self._halves[header.index % 2][: sum(coming)] if self._halves else payload[:0]
-        work = exchange(into, payload, coming, leaving)
+        with self._watch.over(f"begin exchange {header.index}"):  # the first one meets its peers
+            work = exchange(into, payload, coming, leaving)
         self._pack(following)
         with self._watch.over(f"exchange round {header.index}"):
             while not work.is_completed():

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from rollout.errors import RolloutError, TransferFailed
 from rollout.weight_sync.protocol.link import WeightLink
-from rollout.weight_sync.protocol.messages import BucketHeader, UpdateRequest, WeightInfo
+from rollout.weight_sync.protocol.messages import (
+    MIN_BUCKET_BYTES,
+    BucketHeader,
+    UpdateRequest,
+    WeightInfo,
+)
 from rollout.weight_sync.protocol.receipts import UpdateReceipt
 from rollout.weight_sync.trainer.bucket_sender import (
     IN_PLACE_BYTES,
@@ -107,7 +112,7 @@ class Sending:
         assert self._layout is not None
         size = min(self._plan.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
         if self._plan.pieces == "resharded":  # what the busiest relay lends is one bucket
-            size //= max(Counter(self._plan.meet["relays"]).values())
+            size = max(MIN_BUCKET_BYTES, size // max(Counter(self._plan.meet["relays"]).values()))
         # All ranks digest their parts of one at once. Of quantised weights no more may come than an
         # engine lets wait for what shares their scales, and lies on another rank.
         if self._plan.pieces == "mapped" and not info.quantized:

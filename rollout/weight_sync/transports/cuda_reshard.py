@@ -139,12 +139,14 @@ class ReshardReceiver:
     def receive(self, header: BucketHeader, carried: Tensor | None, timeout: float) -> Tensor:
         if self._rank >= min(len(header.regions), FLAGS):
             raise self._refused(f"the round tells of {len(header.regions)} ranks")
-        if header.regions[self._rank] != self._handle and not self._closed:
-            self._map(header.regions[self._rank])
+        text = header.regions[self._rank]
+        if text != self._handle and not self._closed:
+            self._map(text, header.regions[: self._rank].count(text))
         size = 0 if self._memory is None else self._memory.numel()
         return half_of(self._memory, FLAGS, (size - FLAGS) // 2, header, self._rank)
 
-    def _map(self, text: str) -> None:
+    def _map(self, text: str, flag: int) -> None:
+        """``flag``: how many ranks before this one map the same memory."""
         if self._handle:
             raise self._refused("it is another than in the rounds before")
         try:
@@ -156,7 +158,7 @@ class ReshardReceiver:
         owner = device_of(uuid)
         if owner is None:
             raise self._refused(f"this rank does not see the GPU {uuid}")
-        self._memory = MappedLent(self._secret, owner, self._reads, self._rank).map(size, handle)
+        self._memory = MappedLent(self._secret, owner, self._reads, flag).map(size, handle)
         self._handle = text
 
     def close(self) -> None:
