@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from engine_ranks import Engine, same
 from test_p2p import receipt_of, replicas
 from tiny_models import write_tiny
@@ -39,6 +40,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
 from pretended_cuda import on_cpu
 
 SECRET = "00112233445566778899aabbccddeeff"
+CARDS = [f"{on_cpu.UUID[:-1]}{rank}" for rank in range(4)]  # of the trainer's ranks
+
+
+EXCHANGE = resharded_boxes.exchange
 
 
 class Exchanges:
@@ -115,6 +120,7 @@ def exchanges():
         found = Exchanges()
         patch.setattr(resharded_boxes, "exchange", lambda *args: found(*args))
         patch.setattr(on_cpu.mapped_shards, "why_not_exchanged", lambda ranks: "")
+        patch.setattr(on_cpu.mapped_shards, "gpu_uuid", lambda device: CARDS[rank_of()])
         yield found
         for thread in threading.enumerate():
             if thread.name == "free-ipc":
@@ -132,10 +138,8 @@ def _no_handle_is_left():
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=["tp1", "tp2", "tp4"])
 def engine(request, checkpoints):
     engine = Engine(checkpoints[0], request.param, checkpoints[1], "plain")
-    tell = engine.info
-    engine.info = lambda: replace(
-        tell(), devices=(on_cpu.UUID,) * request.param, reaches=(on_cpu.UUID,)
-    )
+    tell, devices = engine.info, tuple(CARDS[rank % 2] for rank in range(request.param))
+    engine.info = lambda: replace(tell(), devices=devices, reaches=tuple(CARDS))
     yield engine
     engine.close()
 
@@ -382,6 +386,49 @@ def test_shards_of_fsdp2_in_processes_of_their_own(tmp_path: Path, world: int) -
             one.wait()
     found = [json.loads(line) for line in said if line.startswith(b"[")]
     assert found == [[arch, "reshard", None, []] for arch in ("qwen3", "qwen3", "qwen3_moe")]
+
+
+# ---- where they do not ----
+
+
+def test_ranks_that_share_a_gpu_send_as_before(engine, trainers, checkpoints, monkeypatch) -> None:
+    """NCCL refuses them."""
+    monkeypatch.setattr(on_cpu.mapped_shards, "gpu_uuid", lambda device: on_cpu.UUID)
+    receipt = receipt_of(trainers.send(checkpoints[2]))
+    assert receipt.transport == "p2p"
+    assert "trainer ranks 0 and 1 are on one GPU" in receipt.details["transport_reason"]
+    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+
+
+def test_where_nccl_refuses_later_updates_go_another_way(
+    engine, trainers, checkpoints, exchanges, monkeypatch
+) -> None:
+    def refused(*args, **kwargs):
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(dist, "all_to_all_single", refused)
+    with monkeypatch.context() as patch:
+        patch.setattr(resharded_boxes, "exchange", EXCHANGE)
+        got = trainers.send(checkpoints[2])
+    assert all(isinstance(one, TransferFailed) for one in got), got
+    assert all("cannot exchange boxes: NCCL error" in str(one) for one in got), got
+    assert receipt_of(trainers.send(checkpoints[2])).transport == "p2p"
+
+
+def test_ranks_without_a_job_of_their_own_or_without_nccl_exchange_nothing(monkeypatch) -> None:
+    why_not = resharded_boxes.why_not_exchanged
+    assert why_not((0, 1)) == "it is in no job of torch.distributed"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for backends, why in (
+        ("cpu:gloo,cuda:nccl", ""),
+        ("cuda:nccl", ""),
+        ("cpu:gloo,cuda:gloo", "it"),
+    ):
+        monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
+        assert why_not((0, 1)).startswith(why)
+        assert bool(why_not((0, 1))) == bool(why)
+    assert "a part of the trainer's job" in why_not((1,))
 
 
 # ---- who lends to whom ----

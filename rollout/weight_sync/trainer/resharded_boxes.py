@@ -31,7 +31,9 @@ def why_not_exchanged(ranks: Sequence[int]) -> str:
     """Why these ranks of the trainer's job bring each other no boxes between GPUs; "": they do."""
     if not torch.cuda.is_available():
         return "it has no GPU"
-    if not dist.is_initialized() or tuple(ranks) != tuple(range(dist.get_world_size())):
+    if not dist.is_initialized():
+        return "it is in no job of torch.distributed"
+    if tuple(ranks) != tuple(range(dist.get_world_size())):
         return "its source is of a part of the trainer's job"
     backends = dist.get_backend_config()
     if "cuda:nccl" not in backends.split(","):
@@ -172,4 +174,7 @@ def exchange(into: Tensor, payload: Tensor, coming: list[int], leaving: list[int
     """The work that brings each rank of the trainer's job its part of the payload, uint8, and this
     rank what ``coming`` says of each; collective.
     """
-    return dist.all_to_all_single(into, payload, coming, leaving, async_op=True)
+    try:
+        return dist.all_to_all_single(into, payload, coming, leaving, async_op=True)
+    except RuntimeError as error:  # torch's own of NCCL
+        raise TransferFailed(f"the trainer's ranks cannot exchange boxes: {error}") from error

@@ -249,10 +249,12 @@ def _mapped(group: RankGroup, lies: Sequence[Lying]) -> tuple[str | None, tuple[
 
 def _exchanged(group: RankGroup, lies: Sequence[Lying]) -> tuple[tuple[str, ...], str]:
     """Every rank's GPU, and why not all of them bring each other boxes."""
-    gpus = tuple(one.here for one in lies)
+    gpus, first = tuple(one.here for one in lies), dict[str, int]()
     for rank, one in zip(group.ranks, lies, strict=True):
         if one.not_exchanged:
             return gpus, f"on trainer rank {rank}, {one.not_exchanged}"
+        if one.here and first.setdefault(one.here, rank) != rank:  # NCCL refuses that
+            return gpus, f"trainer ranks {first[one.here]} and {rank} are on one GPU"
     return gpus, ""
 
 
