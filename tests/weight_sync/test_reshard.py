@@ -272,14 +272,38 @@ def test_a_rank_that_fails_fails_all_of_them_and_the_next_update_is_none_the_wor
 def test_an_exchange_that_does_not_end_is_given_up(
     engine, trainers, checkpoints, exchanges, monkeypatch
 ) -> None:
-    """A peer of the trainer's own group that is gone, of which NCCL says nothing."""
+    """A peer of the trainer's own group that is gone, of which NCCL says nothing. What it may write
+    to is not freed: CUDA would wait, and all that is asked of it.
+    """
     before, started = engine.live(), time.monotonic()
-    monkeypatch.setattr(exchanges, "_exchange", lambda came: None)
+    works, lent, close = [], [], lent_memory.LentMemory.close
+
+    def told(self):
+        lent.append(self._pointer)
+        close(self)
+
+    def left():
+        return [pointer for pointer in lent if pointer in cuda_memory.runtime()._held]
+
+    monkeypatch.setattr(lent_memory.LentMemory, "close", told)
+    monkeypatch.setattr(lent_memory, "OPEN_WAIT", 0.1)
+    monkeypatch.setattr(
+        exchanges, "_exchange", lambda came: works.extend(work for *_, work in came)
+    )
     got = trainers.send(checkpoints[2], timeout=2.0)
     assert all(isinstance(one, DeadlineExceeded) for one in got), got
     assert any("exchange round 0" in str(one) for one in got)
     assert time.monotonic() - started < 20
     assert same(engine.live(), before)
+    time.sleep(1.0)
+    assert lent
+    assert left() == lent
+    for work in works:
+        work.done.set()
+    deadline = time.monotonic() + 10
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left()
 
 
 def test_an_exchange_that_does_not_begin_is_given_up(
@@ -309,6 +333,21 @@ def test_no_room_to_receive_in_fails_all_ranks(engine, trainers, checkpoints, mo
     monkeypatch.setattr(lent_memory.LentMemory, "__init__", none)
     got = trainers.send(checkpoints[2])
     assert all(isinstance(one, TransferFailed) and "out of memory" in str(one) for one in got), got
+
+
+def test_what_torch_holds_and_does_not_use_is_taken_to_receive_in(
+    engine, trainers, checkpoints, monkeypatch
+) -> None:
+    allocate, emptied = on_cpu.Runtime.allocate, threading.Event()
+
+    def none(self, nbytes):
+        if not emptied.is_set():
+            raise TransferFailed("cudaMalloc failed: out of memory (2)")
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(on_cpu.Runtime, "allocate", none)
+    monkeypatch.setattr(lent_memory.torch.cuda, "empty_cache", emptied.set)
+    assert receipt_of(trainers.send(checkpoints[2])).transport == "reshard"
 
 
 def test_where_memory_is_refused_later_updates_go_another_way(

@@ -82,16 +82,15 @@ class ReshardedBoxes(BoxRounds):
             raise TransferFailed(
                 f"there is no room on {device} to send {most} bytes from twice: lower bucket_bytes"
             ) from error
-        self._halves: tuple[Tensor, ...] = ()
+        self._memory: LentMemory | None = None
         serves = self._relays.count(self._group.rank)
         if not serves:
             return {}
         handles = GivenHandles(secret)
         stack.callback(handles.close)
         half = whole_pages(max([1, *(sum(self._coming(header)) for header in rounds)]))
-        memory = LentMemory(half, serves, handles)
+        self._memory = memory = LentMemory(half, serves, handles)
         stack.callback(memory.close)
-        self._halves = memory.halves
         return {"handle": memory.handle}
 
     def _connect(self) -> None:
@@ -132,9 +131,13 @@ class ReshardedBoxes(BoxRounds):
     def _bring(self, header: BucketHeader, following: BucketHeader | None) -> None:
         leaving, coming = self._leaving(header), self._coming(header)
         payload = self._packed[header.index % 2][: sum(leaving)]
-        into = self._halves[header.index % 2][: sum(coming)] if self._halves else payload[:0]
+        memory, into = self._memory, payload[:0]
+        if memory is not None:
+            into = memory.halves[header.index % 2][: sum(coming)]
         with self._watch.over(f"begin exchange {header.index}"):  # the first one meets its peers
             work = exchange(into, payload, coming, leaving)
+        if memory is not None:
+            memory.written_by = work
         self._pack(following)
         with self._watch.over(f"exchange round {header.index}"):
             while not work.is_completed():

@@ -43,7 +43,10 @@ class LentMemory:
 
     ``handles``: those of the update, by which ranks of this process find it, too. ``num_flags``: of
     ranks that may map it. ``kept``: tensors of others, whose memory is to live as long as this.
+    ``written_by``: the last of torch's works to write it, which an update that fails leaves behind.
     """
+
+    written_by: Any = None
 
     def __init__(self, half: int, num_flags: int, handles: GivenHandles) -> None:
         self.num_flags, self.kept = num_flags, list[Tensor]()
@@ -53,7 +56,7 @@ class LentMemory:
         self._pointer = 0
         with torch.cuda.device(device):
             try:
-                self._pointer = self._runtime.allocate(size)
+                self._pointer = self._allocated(size)
                 handle = handles.of_allocation(self._pointer)
             except TransferFailed:
                 if self._pointer:
@@ -65,6 +68,13 @@ class LentMemory:
         self.handle = pack_handle(gpu_uuid(device), size, handles.secret, handle)
         torch.cuda.current_stream(device).synchronize()
 
+    def _allocated(self, size: int) -> int:
+        try:
+            return self._runtime.allocate(size)
+        except TransferFailed:
+            torch.cuda.empty_cache()  # torch may hold what it does not use
+            return self._runtime.allocate(size)
+
     @property
     def flags(self) -> Tensor:
         """uint8, one a rank."""
@@ -75,7 +85,10 @@ class LentMemory:
         flags, over = self.flags, threading.Event()  # the program ends, which frees it, too
         self.halves = ()
         del self._whole
-        free = partial(_free, self._runtime, self._pointer, flags, self._device, over, self.kept)
+        free = partial(
+            _free, self._runtime, self._pointer, flags, self._device, over, self.written_by,
+            self.kept,
+        )  # fmt: skip
         NativeThread("free-ipc", free, over.set).start()
 
 
@@ -107,26 +120,33 @@ def _free(
     flags: Tensor,
     device: torch.device,
     over: threading.Event,
+    written_by: Any,
     kept: Sequence[Tensor],
 ) -> None:
     """Freeing what a rank still has open is undefined; a rank that died leaves its flag set.
     ``kept``: tensors of the source, whose memory lives until then, too.
     """
     with torch.cuda.device(device):
-        if wait_released(flags, over):
+        if wait_released(flags, over, written_by):
             runtime.free(pointer)
 
 
-def wait_released(flags: Tensor, over: threading.Event) -> bool:
-    """Until no rank has the memory open; False when it has to be left as it is."""
+def wait_released(flags: Tensor, over: threading.Event, written_by: Any = None) -> bool:
+    """Until no rank has the memory open and its last work is over: CUDA would wait for that, and
+    other threads for CUDA. False when it has to be left as it is.
+    """
     started = time.monotonic()
-    while not released(flags, waited := time.monotonic() - started):
-        if waited > _FREE_WAIT:
+    while _written(written_by) or not released(flags, time.monotonic() - started):
+        if time.monotonic() - started > _FREE_WAIT:
             _log.warning("GPU memory shared with a rank was never released; it stays allocated")
             return False
         if over.wait(_FREE_POLL):
             return False
     return not over.wait(_FREE_POLL)  # from its flag to its unmapping
+
+
+def _written(by: Any) -> bool:
+    return by is not None and not by.is_completed()
 
 
 class Mapped:

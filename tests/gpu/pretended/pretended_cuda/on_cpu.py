@@ -80,6 +80,7 @@ class _Torch:
             current_device=lambda: 0,
             current_stream=lambda device=None: stream,
             synchronize=lambda device=None: None,
+            empty_cache=lambda: None,
             device=lambda device: contextlib.nullcontext(),
         )
 
