@@ -433,10 +433,12 @@ def test_shards_of_fsdp2_in_processes_of_their_own(tmp_path: Path, world: int) -
 def test_ranks_that_share_a_gpu_send_as_before(engine, trainers, checkpoints, monkeypatch) -> None:
     """NCCL refuses them."""
     monkeypatch.setattr(on_cpu.mapped_shards, "gpu_uuid", lambda device: on_cpu.UUID)
-    receipt = receipt_of(trainers.send(checkpoints[2]))
-    assert receipt.transport == "p2p"
-    assert "trainer ranks 0 and 1 are on one GPU" in receipt.details["transport_reason"]
-    assert same(engine.live(), fresh(engine, checkpoints, "plain", checkpoints[2]))
+    for transport, weights in (("auto", checkpoints[2]), ("reshard", checkpoints[1])):
+        receipt = receipt_of(trainers.send(weights, transport=transport))
+        assert receipt.transport == "p2p"
+        reason = receipt.details["transport_reason"]
+        assert reason.count("no reshard: trainer ranks 0 and 1 are on one GPU; the weights") == 1
+        assert same(engine.live(), fresh(engine, checkpoints, "plain", weights))
 
 
 def test_where_nccl_refuses_later_updates_go_another_way(

@@ -118,8 +118,9 @@ def ways(
         return (Way(chosen, "asked for"),)
     if chosen.senders == "one":
         raise ConfigError(f"transport {chosen.name!r} is not possible: {why}; use transport='auto'")
+    told = f"no {chosen.name}: {why}; "
     return tuple(
-        Way(way.transport, f"no {chosen.name}: {why}; {way.reason}") for way in _auto(info, None)
+        Way(way.transport, told + way.reason.removeprefix(told)) for way in _auto(info, holding)
     )
 
 
