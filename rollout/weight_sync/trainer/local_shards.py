@@ -54,8 +54,9 @@ class LocalBoxes:
         return found
 
     def stays(self, name: str) -> bool:
-        """Whether ``held`` has it: nothing is made of it for the update."""
-        return self._source.held_values(name) is not None
+        """Whether ``held`` has it: nothing is made of it for the update, nor is it codes."""
+        found = self._source.held_values(name)
+        return found is not None and all(values.dtype in CASTABLE for _, values in found)
 
     def has_read(self, name: str) -> bool:
         """Whether ``read`` costs nothing."""

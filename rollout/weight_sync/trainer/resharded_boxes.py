@@ -144,8 +144,8 @@ class ReshardedBoxes(BoxRounds):
                 self._watch.check()
                 time.sleep(_POLL)
             work.wait()
-        if into.is_cuda:  # what is announced has to be there
-            torch.cuda.current_stream(into.device).synchronize()
+            if into.is_cuda:  # what is announced has to be there
+                torch.cuda.current_stream(into.device).synchronize()
         if self._first is not None and header.index:
             self._first.taken(header.index - 1)
 

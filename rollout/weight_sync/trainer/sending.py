@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -36,16 +37,19 @@ from rollout.weight_sync.trainer.rank_group import RankGroup
 from rollout.weight_sync.trainer.reshard import BoxRounds, BoxSending
 from rollout.weight_sync.trainer.resharded_boxes import ReshardedBoxes
 from rollout.weight_sync.trainer.session import UpdatePlan, UpdateSession
-from rollout.weight_sync.trainer.shard_layout import PlanCache, ShardLayout
+from rollout.weight_sync.trainer.shard_layout import TRY_AGAIN, PlanCache, ShardLayout
 from rollout.weight_sync.trainer.shared_buckets import SharedBuckets
 from rollout.weight_sync.trainer.sources.base import Piece
 from rollout.weight_sync.trainer.sources.values import Incoming
 from rollout.weight_sync.trainer.through_first import ThroughFirst
 from rollout.weight_sync.trainer.transfer_stats import TransferStats
 from rollout.weight_sync.trainer.watchdog import Watchdog
+from rollout.weight_sync.transports.cuda_ipc import MAX_HALF
 from rollout.weight_sync.transports.inline import InlineSender
 from rollout.weights import Shape
 from rollout.wire.codec import from_plain, to_plain
+
+log = logging.getLogger(__name__)
 
 
 class Sending:
@@ -111,7 +115,8 @@ class Sending:
             return
         assert self._layout is not None
         size = min(self._plan.bucket_bytes, self._plan.meet.get("longest", 1 << 62))
-        if self._plan.pieces == "resharded":  # what the busiest relay lends is one bucket
+        if self._plan.pieces == "resharded":  # what the busiest relay lends at once
+            size = min(size, MAX_HALF)
             size = max(MIN_BUCKET_BYTES, size // max(Counter(self._plan.meet["relays"]).values()))
         # All ranks digest their parts of one at once. Of quantised weights no more may come than an
         # engine lets wait for what shares their scales, and lies on another rank.
@@ -123,7 +128,9 @@ class Sending:
             # No other way can be tried now, and memory that cannot be mapped cannot be next time.
             maps = self._plan.pieces in ("mapped", "resharded")
             if maps and self._session is not None and self._plan.pieces not in plans.proven:
-                plans.pass_over(self._session.way.transport.name)
+                tried = self._session.way.transport.name
+                plans.pass_over(tried)
+                log.warning("updates go by no %s for %g s: it failed", tried, TRY_AGAIN)
             raise
 
     def send_pieces(self, sink: BucketSink, watch: Watchdog) -> None:
