@@ -304,6 +304,7 @@ def test_an_exchange_that_does_not_end_is_given_up(
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left()
+    assert receipt_of(trainers.send(checkpoints[2])).transport == "p2p"
 
 
 def test_an_exchange_that_does_not_begin_is_given_up(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.errors import RolloutError, TransferFailed
+from rollout.errors import DeadlineExceeded, RolloutError, TransferFailed
 from rollout.weight_sync.protocol.link import WeightLink
 from rollout.weight_sync.protocol.messages import (
     MIN_BUCKET_BYTES,
@@ -124,7 +124,7 @@ class Sending:
             size = IN_PLACE_BYTES * self._group.size
         try:
             self.send_boxes(plans.rounds(self._layout, self._plan.meet, info, size), watch)
-        except TransferFailed:
+        except (TransferFailed, DeadlineExceeded):
             # No other way can be tried now, and memory that cannot be mapped cannot be next time.
             maps = self._plan.pieces in ("mapped", "resharded")
             if maps and self._session is not None and self._plan.pieces not in plans.proven:
