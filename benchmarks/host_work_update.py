@@ -49,14 +49,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def take_cpu_for_a_gpu() -> None:
+def take_cpu_for_a_gpu(rank: int = 0) -> None:
     """A CPU's tensors are read where they lie, and digested in few calls; files are mapped as the
     memory of a GPU is.
     """
-    from pretended_cuda.on_cpu import replacements
+    from pretended_cuda.on_cpu import UUID, mapped_shards, replacements, worker
 
     for owner, name, value in replacements():
         setattr(owner, name, value)
+    gpus = [f"{UUID[:-1]}{number}" for number in range(8)]  # one of each trainer rank
+    worker.reached_gpus = lambda device: gpus
+    mapped_shards.gpu_uuid = lambda device: gpus[rank]
+    mapped_shards.why_not_exchanged = lambda ranks: ""
 
 
 def make_model(layers: int) -> LlamaForCausalLM:
@@ -115,11 +119,9 @@ def as_rank(
 ) -> dict[str, float]:  # fmt: skip
     """One rank's part of all updates, by the transports in turns."""
     import torch.distributed as dist
-    from pretended_cuda.on_cpu import mapped_shards
     from pretended_cuda.segments import in_segment
     from torch.distributed.fsdp import fully_shard
 
-    mapped_shards.why_not_exchanged = lambda ranks: ""
     meet = f"file://{folder / 'meet'}"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
     model: Any = fully_shard(make_model(layers))
@@ -216,7 +218,7 @@ def main() -> None:
         return
     size = args.layers, args.updates
     if args.rank:
-        take_cpu_for_a_gpu()
+        take_cpu_for_a_gpu(args.rank)
         as_rank(args.rank, args.address, Path(args.folder), *size, args.ranks)
         return
     words = ["--layers", str(args.layers), "--updates", str(args.updates)]

@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -119,6 +120,15 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _logs_go_where_they_went() -> Iterator[None]:
+    """A command that ran in this process logs to what was its stderr, which pytest closes."""
+    yield
+    for handler in [*logging.root.handlers]:
+        if type(handler) is logging.StreamHandler:
+            logging.root.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")
