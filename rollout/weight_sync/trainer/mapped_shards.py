@@ -105,7 +105,7 @@ class MappedShards(BoxRounds):
             if self._first is not None:
                 given = [from_plain(Given, reply["given"]) for reply in said]
                 self._first.announce_given(header, given)
-        self.together("last buckets", self._flush)
+        self.together("last buckets", self.flush)
         self.together("digests", self.digest_rest)
 
     def _read(self, header: BucketHeader, give: Give) -> Mapping[str, Any]:
@@ -129,7 +129,3 @@ class MappedShards(BoxRounds):
             for box, values in self._boxes.held(name).items()
         )
         self.digest_held(dict(boxes))
-
-    def _flush(self) -> None:
-        if self._first is not None:
-            self._first.flush()

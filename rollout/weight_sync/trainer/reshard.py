@@ -71,6 +71,11 @@ class BoxRounds:
         for name in sorted(wanted, key=lambda name: not self._boxes.has_read(name)):
             place(self._boxes.digest(name, self._stats, self._watch), wanted[name], into)
 
+    def flush(self) -> None:
+        """On the first rank: until every engine rank has taken every bucket."""
+        if self._first is not None:
+            self._first.flush()
+
     def digest_held(self, boxes: Mapping[tuple[str, Box], Tensor]) -> None:
         """Those of (name, box) that have not been, all at once; on one device."""
         left = {at: values for at, values in boxes.items() if at not in self._stats.digests}

@@ -66,7 +66,7 @@ class ReshardedBoxes(BoxRounds):
                 if self._first is not None:
                     told = replace(header, regions=handles)
                     self._first.announce(told, torch.empty(0, dtype=torch.uint8))
-            self.together("last rounds", self._flush)
+            self.together("last rounds", self.flush)
             self.together("digests", self.digest_rest)
             self._stats.wire_bytes = self._sent_bytes
 
@@ -109,6 +109,7 @@ class ReshardedBoxes(BoxRounds):
                 where = end + entry.offset - message.start
                 wanted.setdefault(entry.name, []).append((entry, where))
             end += aligned(message.nbytes)
+            self._sent_bytes += message.nbytes
         into = self._packed[header.index % 2]
         with self._watch.over(f"read round {header.index}"):
             stay = {name: self._boxes.held(name) for name in wanted if self._boxes.stays(name)}
@@ -116,7 +117,6 @@ class ReshardedBoxes(BoxRounds):
             for name, held in stay.items():
                 place(held, wanted.pop(name), into)
         self.write(wanted, into)
-        self._sent_bytes += sum(message.nbytes for message in self._sent(header))
         self._stats.gather_seconds += time.perf_counter() - started
 
     def _digest_at_once(self, stay: Mapping[str, Mapping[Box, Tensor]]) -> None:
@@ -148,10 +148,6 @@ class ReshardedBoxes(BoxRounds):
                 torch.cuda.current_stream(into.device).synchronize()
         if self._first is not None and header.index:
             self._first.taken(header.index - 1)
-
-    def _flush(self) -> None:
-        if self._first is not None:
-            self._first.flush()
 
     def _sent(self, header: BucketHeader) -> list[Message]:
         mine = (message for message in header.messages if message.src == self._group.rank)

@@ -44,6 +44,7 @@ from rollout.wire.codec import to_plain
 from rollout.wire.version import PROTOCOL
 
 log = logging.getLogger(__name__)
+_CONNECT = ("boxes", "resharded", "shared")  # ``pieces`` for which every trainer rank connects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +286,7 @@ class Opener:
         """``late``: is told where the engine took part, and its ranks did not connect in time."""
         options, transport = self.options, way.transport
         by = self._boxes_by(transport, encoding)
-        boxes = self.layout if by in ("boxes", "resharded", "shared") else None
+        boxes = self.layout if by in _CONNECT else None
         if transport.senders == "all":
             encoding = self._whole(encoding, transport)
         streams = 1 if boxes is not None else self._streams(transport, encoding)
@@ -316,7 +317,7 @@ class Opener:
             buckets = self._buckets(channel, sender, plan, small=not source.models)
             undo.callback(buckets.close)
             # Elsewhere every trainer rank connects, after it has been told where.
-            if plan.pieces not in ("boxes", "resharded", "shared"):
+            if plan.pieces not in _CONNECT:
                 try:
                     buckets.connect()
                 except DeadlineExceeded as error:

@@ -41,7 +41,7 @@ class SharedBuckets(BoxRounds):
                 if self._first is not None:
                     told = replace(header, messages=())
                     self._first.announce(told, half[: header.nbytes])
-            self.together("last buckets", self._flush)
+            self.together("last buckets", self.flush)
             self.together("digests", self.digest_rest)
             self._stats.wire_bytes = self._written
 
@@ -58,7 +58,3 @@ class SharedBuckets(BoxRounds):
         self._stats.gather_seconds += time.perf_counter() - started
         if self._first is not None and header.index:
             self._first.taken(header.index - 1)
-
-    def _flush(self) -> None:
-        if self._first is not None:
-            self._first.flush()
