@@ -53,14 +53,11 @@ def take_cpu_for_a_gpu(rank: int = 0) -> None:
     """A CPU's tensors are read where they lie, and digested in few calls; files are mapped as the
     memory of a GPU is.
     """
-    from pretended_cuda.on_cpu import UUID, mapped_shards, replacements, worker
+    from pretended_cuda.on_cpu import UUIDS, exchanging, replacements, worker
 
-    for owner, name, value in replacements():
+    for owner, name, value in (*replacements(), *exchanging(lambda: rank)):
         setattr(owner, name, value)
-    gpus = [f"{UUID[:-1]}{number}" for number in range(8)]  # one of each trainer rank
-    worker.reached_gpus = lambda device: gpus
-    mapped_shards.gpu_uuid = lambda device: gpus[rank]
-    mapped_shards.why_not_exchanged = lambda ranks: ""
+    worker.reached_gpus = lambda device: UUIDS
 
 
 def make_model(layers: int) -> LlamaForCausalLM:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
 
-from pretended_cuda.on_cpu import UUID, mapped_shards, replacements
+from pretended_cuda.on_cpu import exchanging, replacements
 from pretended_cuda.segments import in_segment
 
 for owner, name, value in replacements():
@@ -33,9 +33,8 @@ from rollout import Rollout  # noqa: E402 - sees what has been replaced
 
 RANK, WORLD, FOLDER = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 APART = sys.argv[4:] == ["apart"]
-if APART:
-    mapped_shards.why_not_exchanged = lambda ranks: ""
-    mapped_shards.gpu_uuid = lambda device: f"{UUID[:-1]}{RANK}"
+for owner, name, value in exchanging(lambda: RANK) if APART else ():
+    setattr(owner, name, value)
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "weight_layout": "plain", "num_threads": 1, "skip_tokenizer_init": True,
     "max_model_len": 64, "kv_cache_bytes": 1 << 22, "max_num_seqs": 4,

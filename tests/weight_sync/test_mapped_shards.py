@@ -5,11 +5,7 @@ Files stand for memory of a GPU (``pretended_cuda.on_cpu``).
 
 from __future__ import annotations
 
-import gc
-import json
 import re
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing
@@ -19,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from engine_ranks import Engine, same
+from mapped_files import mapped_files, on_cpu, said_by_ranks
+from pretended_cuda.segments import in_segment
 from test_p2p import receipt_of, replicas
-from tiny_models import write_tiny
 from trainer import fresh, nudged
 from trainer_ranks import Boxes, DeltaTrainerRanks, TrainerRanks, drifted, rows, whole
 
@@ -30,27 +27,11 @@ from rollout.weight_sync.protocol.messages import Mappers, QuantizationGrid
 from rollout.weight_sync.transports import cuda_handles, cuda_ipc, cuda_memory, lent_memory
 from rollout.weights import Box
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
-
-from pretended_cuda import on_cpu
-from pretended_cuda.segments import in_segment
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _mapped():
-    """Until the last thread of an engine's rank, or of a sender, has let go of what it had mapped:
-    it is unmapped as it was mapped.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        for replacement in on_cpu.replacements():
-            patch.setattr(*replacement)
-        cuda_memory.runtime.cache_clear()
+    with mapped_files():
         yield
-        for thread in threading.enumerate():
-            if thread.name == "free-ipc":
-                thread.join(10)
-        gc.collect()
-    cuda_memory.runtime.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -469,21 +450,7 @@ def test_where_a_fleets_member_does_not_map_what_each_rank_holds_it_is_gathered(
 @pytest.mark.parametrize("world", [1, 3])
 def test_shards_of_fsdp2_in_processes_of_their_own(tmp_path: Path, world: int) -> None:
     """Of other dtypes than the engine's, and of fused experts; or whole ones, on one rank."""
-    for arch in ("qwen3", "qwen3_moe"):
-        write_tiny(tmp_path / arch, arch, num_layers=1, vocab_size=96, tied=arch == "qwen3")
-    job = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "mapped_job.py")]
-    jobs = [
-        subprocess.Popen([*job, str(rank), str(world), str(tmp_path)], stdout=subprocess.PIPE)
-        for rank in range(world)
-    ]
-    try:
-        said, *_ = [one.communicate(timeout=240)[0].splitlines() for one in jobs]
-        assert [one.returncode for one in jobs] == [0] * world
-    finally:
-        for one in jobs:
-            one.kill()
-            one.wait()
-    found = [json.loads(line) for line in said if line.startswith(b"[")]
+    found = said_by_ranks(tmp_path, world)
     assert [arch for arch, *_ in found] == ["qwen3", "qwen3", "qwen3_moe"]
     for arch, transport, in_place, differing in found:
         assert (transport, differing) == ("ipc", []), arch

@@ -5,10 +5,6 @@ Files stand for memory of a GPU (``pretended_cuda.on_cpu``), and threads' hands 
 
 from __future__ import annotations
 
-import gc
-import json
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -19,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_ranks import Engine, same
+from mapped_files import mapped_files, on_cpu, said_by_ranks
 from test_p2p import receipt_of, replicas
-from tiny_models import write_tiny
 from trainer import fresh
 from trainer_ranks import Boxes, CountedGathers, TrainerRanks, drifted, rows, wanted_bytes, whole
 
@@ -35,14 +31,8 @@ from rollout.weight_sync.transports.cuda_memory import FLAGS, pack_handle
 from rollout.weight_sync.transports.cuda_reshard import ReshardReceiver, relays
 from rollout.weights import Box, TensorMeta
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu" / "pretended"))
-
-from pretended_cuda import on_cpu
-
 SECRET = "00112233445566778899aabbccddeeff"
-CARDS = [f"{on_cpu.UUID[:-1]}{rank}" for rank in range(4)]  # of the trainer's ranks
-
-
+CARDS = on_cpu.UUIDS[:4]  # of the trainer's ranks
 EXCHANGE = resharded_boxes.exchange
 
 
@@ -113,20 +103,10 @@ class Colocated(TrainerRanks):
 
 @pytest.fixture(scope="module", autouse=True)
 def exchanges():
-    with pytest.MonkeyPatch.context() as patch:
-        for replacement in on_cpu.replacements():
-            patch.setattr(*replacement)
-        cuda_memory.runtime.cache_clear()
-        found = Exchanges()
-        patch.setattr(resharded_boxes, "exchange", lambda *args: found(*args))
-        patch.setattr(on_cpu.mapped_shards, "why_not_exchanged", lambda ranks: "")
-        patch.setattr(on_cpu.mapped_shards, "gpu_uuid", lambda device: CARDS[rank_of()])
+    found = Exchanges()
+    exchange = (resharded_boxes, "exchange", lambda *args: found(*args))
+    with mapped_files(*on_cpu.exchanging(rank_of), exchange):
         yield found
-        for thread in threading.enumerate():
-            if thread.name == "free-ipc":
-                thread.join(10)
-        gc.collect()
-    cuda_memory.runtime.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -408,23 +388,7 @@ def test_a_source_that_stays_where_it_can_be_mapped_is_not_brought(
 @pytest.mark.parametrize("world", [2, 3])
 def test_shards_of_fsdp2_in_processes_of_their_own(tmp_path: Path, world: int) -> None:
     """Brought by gloo, of other dtypes than the engine's, and of fused experts."""
-    for arch in ("qwen3", "qwen3_moe"):
-        write_tiny(tmp_path / arch, arch, num_layers=1, vocab_size=96, tied=arch == "qwen3")
-    job = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "mapped_job.py")]
-    jobs = [
-        subprocess.Popen(
-            [*job, str(rank), str(world), str(tmp_path), "apart"], stdout=subprocess.PIPE
-        )
-        for rank in range(world)
-    ]
-    try:
-        said, *_ = [one.communicate(timeout=240)[0].splitlines() for one in jobs]
-        assert [one.returncode for one in jobs] == [0] * world
-    finally:
-        for one in jobs:
-            one.kill()
-            one.wait()
-    found = [json.loads(line) for line in said if line.startswith(b"[")]
+    found = said_by_ranks(tmp_path, world, "apart")
     assert found == [[arch, "reshard", None, []] for arch in ("qwen3", "qwen3", "qwen3_moe")]
 
 

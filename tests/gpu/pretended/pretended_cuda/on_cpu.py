@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from rollout.weight_sync.transports import (
 )
 
 UUID = "5e1f0000-0000-4000-8000-00000000ca40"
+UUIDS = [f"{UUID[:-1]}{rank}" for rank in range(8)]  # the first is that one
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
@@ -59,6 +60,12 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     )
     yield reading, "_alone", lambda model: bool(model.table.quantized)
     yield bucket_sender.BucketSender, "__init__", _sender_of_small_ones
+
+
+def exchanging(rank: Callable[[], int]) -> Iterator[tuple[Any, str, Any]]:
+    """As ``replacements``: each trainer rank brings the others boxes from a GPU of its own."""
+    yield mapped_shards, "why_not_exchanged", lambda ranks: ""
+    yield mapped_shards, "gpu_uuid", lambda device: UUIDS[rank()]
 
 
 _sender = bucket_sender.BucketSender.__init__
