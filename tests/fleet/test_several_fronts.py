@@ -26,7 +26,7 @@ WAIT = 30.0  # seconds: for hangs
 @pytest.fixture
 def front(engines, tmp_path):
     """With leases that a busy machine does not outlast."""
-    front = Front(tmp_path / "record", engines, lease=4.0)
+    front = Front(tmp_path / "record", engines, lease=10.0)
     yield front
     front.close()
 
