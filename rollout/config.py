@@ -182,6 +182,11 @@ class EngineConfig:
         "the engine's own)",
     )
     tensor_parallel_size: int = _setting(1, "ranks that share the model", least=1)
+    pipeline_parallel_size: int = _setting(
+        1,
+        "stages of a pipeline, each with its part of the layers on tensor_parallel_size ranks",
+        least=1,
+    )
     expert_parallel: bool = _setting(False, "ranks hold whole experts instead of a part of each")
     max_model_len: int | None = _setting(
         None, "longest sequence in tokens (default: the model's own, if it fits)", least=1
@@ -491,10 +496,28 @@ class EngineConfig:
                 f"{self.prompt_lookup_max}: runs of tokens are looked up from the longest to the "
                 "shortest"
             )
-        if self.executor == "inline" and self.tensor_parallel_size > 1:
+        if self.executor == "inline" and self.num_ranks > 1:
             raise ConfigError(
                 "executor='inline' runs one rank; use executor='multiprocess' for "
-                f"tensor_parallel_size={self.tensor_parallel_size}"
+                f"tensor_parallel_size={self.tensor_parallel_size}, pipeline_parallel_size="
+                f"{self.pipeline_parallel_size}"
+            )
+        if self.pipeline_parallel_size > 1:
+            self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        """What stages of a pipeline do not have."""
+        refused = {
+            "components": bool(self.components),
+            "max_adapters": bool(self.max_adapters),
+            f"quantization={self.quantization!r}": self.quantization not in ("none", "auto"),
+            f"cuda_graphs={self.cuda_graphs!r}": self.cuda_graphs not in ("auto", "off"),
+            "executor='external'": self.executor == "external",
+        }
+        if found := [name for name, is_so in refused.items() if is_so]:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} does not go with "
+                f"{found[0]}: leave that out, or use tensor_parallel_size alone"
             )
 
     def _check_bounds(self) -> None:
@@ -529,10 +552,14 @@ class EngineConfig:
         return asdict(self)
 
     @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def resolved_executor(self) -> str:
         if self.executor != "auto":
             return self.executor
-        return "inline" if self.tensor_parallel_size == 1 else "multiprocess"
+        return "inline" if self.num_ranks == 1 else "multiprocess"
 
     def runs_ahead(self, device_type: str) -> bool:
         """Whether ranks on devices of this type get step N+1 while N runs."""
@@ -544,7 +571,7 @@ class EngineConfig:
 
     @property
     def resolved_num_threads(self) -> int:
-        return self.num_threads or max(1, (os.cpu_count() or 1) // self.tensor_parallel_size)
+        return self.num_threads or max(1, (os.cpu_count() or 1) // self.num_ranks)
 
 
 def _meant(name: str, value: Any, choices: tuple[str, ...]) -> str:

@@ -220,7 +220,7 @@ class EmbeddedBackend:
             max_model_len=core.max_model_len,
             has_tokenizer=core.tokenizer is not None,
             package_version=rollout.__version__,
-            world_size=self.config.tensor_parallel_size,
+            world_size=self.config.num_ranks,
             software=Speaks.here().software,
             task="classify" if core.model_config.labels else "",
             settings=json.dumps(layer_settings(self.core.config)),

@@ -115,7 +115,7 @@ async def serving_replicas(
     words = [where, *_engine_words(config)]
     placed = config.resolved_executor == "ray"  # which gives each rank its devices
     on_cpu = not placed and choose_device(config.device).type == "cpu"
-    ranks, most = config.tensor_parallel_size, args.max_replicas or args.replicas
+    ranks, most = config.num_ranks, args.max_replicas or args.replicas
     gpus = [] if on_cpu or placed else gpus_each(visible_gpus(), most, ranks)
     if config.num_threads is None and on_cpu:
         words += ["--num-threads", str(threads_each(args.replicas))]

@@ -308,7 +308,7 @@ def info(args: argparse.Namespace) -> int:
         "fleet": stats.fleet or None,
         "fencing epoch": weights.fence or None,
         "serving lease s": None if stats.serving_lease is None else round(stats.serving_lease, 1),
-        "ranks": weights.tensor_parallel_size,
+        "ranks": weights.num_ranks,
         "device": weights.device,
         "undo": weights.undo,
         "memory": dict(weights.memory),

@@ -138,7 +138,7 @@ def _head(now: Look) -> Text:
     from rich.text import Text
 
     weights, state = now.weights, now.stats.state
-    where = f"{weights.tensor_parallel_size} x {weights.device}"
+    where = f"{weights.num_ranks} x {weights.device}"
     dtype = str(weights.dtype).removeprefix("torch.")
     return Text.assemble(
         (_plain(now.server.model), "bold"), "  ", (state, STATES.get(state, "red")),

@@ -303,7 +303,7 @@ class EngineCore:
         for component, source in self._components.items():
             sources[directory / component] = source
         for place, source in sources.items():
-            complete_save(place, self.config.tensor_parallel_size, source)
+            complete_save(place, self.config.num_ranks, source)
         return int(replies[0][0]["version"])
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ _ELSEWHERE = frozenset({
     *("journal_bytes", "weight_dirs", "timeout", "start_timeout", "progress", "executor", "seed"),
     *("undo", "components", "check_finite", "max_queued_requests", "staging", "max_staleness"),
     *("on_stale", "num_threads", "task", "trace_load", "max_parallel_loading_workers"),
-    *("worker_extension_cls", "max_seqs_per_call"),
+    *("worker_extension_cls", "max_seqs_per_call", "pipeline_parallel_size"),
 })  # fmt: skip
 # What one layer computes depends on these, beside its weights, their dtype and the kernels.
 _OF_LAYERS = frozenset({

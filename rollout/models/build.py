@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rollout.distributed import TensorParallel
+from rollout.distributed.stage import Stage
 from rollout.errors import ConfigError
 from rollout.kernels.linear import reads_tiles
 from rollout.models.adapters.slots import AdapterSlots
@@ -40,6 +41,7 @@ def build_model(
     quantization: str = "none",
     registry: Registry | None = None,
     tensors: Callable[[], Sequence[TensorMeta]] = tuple,
+    stage: Stage | None = None,
 ) -> Model:
     """One rank's model with uninitialised parameters on ``device`` (``meta`` takes no memory).
 
@@ -48,8 +50,8 @@ def build_model(
     ``Rotary``. ``expert_parallel`` deals out whole experts to the ranks. ``deterministic`` makes a
     row of logits independent of the rows beside it, bit by bit. ``head_dtype``: of the logits, None
     for ``dtype``. ``quantization``: how linears are held, "none" or a scheme. ``tensors`` says what
-    the checkpoint holds; it is asked for a class from elsewhere alone (``foreign.py``). Raises
-    ``ConfigError``.
+    the checkpoint holds; it is asked for a class from elsewhere alone (``foreign.py``). ``stage``:
+    whose layers alone are built. Raises ``ConfigError``.
     """
     if layout == "auto":
         layout = "tiles" if reads_tiles(torch.device(device), dtype) else "plain"
@@ -63,7 +65,9 @@ def build_model(
         deterministic=deterministic,
         head_dtype=head_dtype,
         quantization=SCHEMES.get(quantization),
+        stage=stage or Stage(),
     )
+    check_stages(config, build.stage.count)
     max_len = max_model_len or config.max_position_embeddings
     if config.hf_values is not None:
         return _by_transformers(build, max_len)
@@ -79,6 +83,11 @@ def build_model(
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ConfigError(f"{kind!r} is not a model class: register a torch.nn.Module")
     if not issubclass(kind, CausalLM):
+        if build.stage.count > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={build.stage.count} does not reach {kind.__name__}, a "
+                "model class from elsewhere: leave it out"
+            )
         _check_foreign(kind, build, quantization)
         return ForeignCausalLM(build, max_len, kind, tensors())
     if deterministic:
@@ -142,6 +151,27 @@ def check_quantization(build: Build) -> None:
         )
 
 
+def check_stages(config: ModelConfig, count: int) -> None:
+    """``ConfigError`` where a model cannot be cut into so many stages of a pipeline."""
+    if count == 1:
+        return
+    what = f"pipeline_parallel_size={count}"
+    if count > config.num_layers:
+        raise ConfigError(
+            f"{what}: {config.architecture} has {config.num_layers} layers, and each stage needs "
+            "one; use fewer stages"
+        )
+    reasons = {
+        "runs by modules that are not rollout's own": config.hf_values is not None,
+        "sees images, which early layers are told of": config.vision is not None,
+        "has an index of tokens that layers share": bool(config.indexed_layers),
+    }
+    if found := [reason for reason, is_so in reasons.items() if is_so]:
+        raise ConfigError(
+            f"{what}: {config.architecture} {found[0]}; use tensor_parallel_size alone"
+        )
+
+
 def _by_transformers(build: Build, max_len: int) -> Model:
     asked = {
         "deterministic": build.deterministic,
@@ -162,6 +192,7 @@ def build_tables(
     dtype: torch.dtype = torch.bfloat16,
     layout: str = "plain",
     *,
+    stages: int = 1,
     max_model_len: int | None = None,
     expert_parallel: bool = False,
     deterministic: bool = False,
@@ -169,7 +200,10 @@ def build_tables(
     registry: Registry | None = None,
     tensors: Callable[[], Sequence[TensorMeta]] = tuple,
 ) -> list[WeightTable]:
-    """Every rank's weight table, from models on ``meta``: no memory, no process group."""
+    """Every rank's weight table, from models on ``meta``: no memory, no process group.
+
+    ``stages`` of ``tp_size`` ranks each, stage by stage.
+    """
     return [
         build_model(
             config,
@@ -183,6 +217,8 @@ def build_tables(
             quantization=quantization,
             registry=registry,
             tensors=tensors,
+            stage=Stage(index, stages),
         ).table
+        for index in range(stages)
         for rank in range(tp_size)
     ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rollout.kernels.op import are_watched
 from rollout.models.adapters.instance import InstanceAdapters
 from rollout.models.config.layer import RopeConfig
+from rollout.models.decoder.absent import Absent, of_first_stage
 from rollout.models.decoder.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
 from rollout.models.decoder.chunks import within_chunks
 from rollout.models.decoder.kv_groups import kv_groups
@@ -43,26 +44,33 @@ class CausalLM(Model):
     ) -> None:
         super().__init__(build, max_len)
         config = build.config
-        layers = config.layers[: config.num_layers]
+        held = build.stage.layers(config.num_layers)
+        layers = [config.layers[index] for index in held]
         ropes: list[RopeConfig] = []
         for layer in layers:
             if layer.rope not in ropes:
                 ropes.append(layer.rope)
         self.chunk_of = [layer.chunk for layer in layers]
         groups = enumerate(kv_groups(config))
-        self.group_of = {layer: number for number, group in groups for layer in group.layers}
+        self.group_of = {
+            layer - held.start: number for number, group in groups for layer in group.layers
+        }
         self.rotary_of = [ropes.index(layer.rope) for layer in layers]
         self.rotaries = rotaries or [make_rotary(build, rope, max_len) for rope in ropes]
         self.embedding_scale = config.embedding_scale
         scale = config.arch.embedding_scale
         if scale is not None and scale.rounded:
             self.embedding_scale = torch.tensor(self.embedding_scale, dtype=build.dtype).item()
-        blocks = [self.make_block(build, index) for index in range(config.num_layers)]
-        self.model = Decoder(build, blocks)
+        self.model = Decoder(build, [
+            self.make_block(build, index) if index in held else self._absent(build, index)
+            for index in range(config.num_layers)
+        ])  # fmt: skip
+        blocks = list(self.model.layers)
         if all(type(block) in (DecoderBlock, LoneBlock) for block in blocks):
             self.sparse_layers = tuple(map(_is_sparse, blocks))
-        self.score = ScoreHead(build) if config.labels else None
-        self.lm_head = None if config.tied or self.score is not None else Head(build)
+        self.score = of_first_stage(build, ScoreHead) if config.labels else None
+        headless = config.tied or self.score is not None
+        self.lm_head = None if headless else of_first_stage(build, Head)
         self.make_parts(build)
         self.table = build_table(
             self,
@@ -75,6 +83,9 @@ class CausalLM(Model):
     def make_block(self, build: Build, index: int) -> nn.Module:
         """The decoder block number ``index``."""
         return make_block(build, index)
+
+    def _absent(self, build: Build, index: int) -> Absent:
+        return Absent(build, lambda away: self.make_block(away, index))
 
     def make_parts(self, build: Build) -> None:
         """What a subclass has beside the decoder and the head."""
@@ -89,13 +100,14 @@ class CausalLM(Model):
     @functools.cached_property
     def native_blocks(self) -> NativeBlocks | None:
         """Looked for at the first forward pass, when the blocks are what they will be."""
-        return NativeBlocks.of(self.build, list(self.model.layers))
+        return NativeBlocks.of(self.build, self.model.held)
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         """Logits [rows, vocab_size] of ``batch.logit_rows``, in the head's dtype, on every rank.
 
-        Writes this step's keys and values into ``kv``, one entry per layer. Collective: all ranks
+        Writes this step's keys and values into ``kv``, one entry per layer that is here. Of the
+        stages of a pipeline the first one has the logits, the others none. Collective: all ranks
         call it in lockstep with the same batch; exactly 2 x layers + 1 all-reduces (3 x where q and
         k, or what states give, are normalised over the heads of several ranks, or layers attend
         beside a state; 1 x of lone mixers), and one all-gather of the logits.
@@ -107,33 +119,57 @@ class CausalLM(Model):
     ) -> tuple[Tensor, Tensor]:
         states = self.hidden_states(batch, kv)
         logits = self.logits(states[:count])
-        return logits, states if self.score is None else self.score(states)
+        if self.score is None or not self.build.stage.is_first:
+            return logits, states
+        return logits, self.score(states)
 
     @torch.no_grad()
     def hidden_states(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
-        """[rows, hidden size] of ``batch.logit_rows``, after the last norm; as ``forward``."""
+        """[rows, hidden size] of ``batch.logit_rows``, after the last norm; as ``forward``. Of
+        other stages than the first whatever its layers made of them.
+        """
         if self.adapters is not None:
             self.adapters.begin_step(self, batch)
         if self.build.config.indexed_layers:
             batch = replace(batch, chosen=ChosenTokens())
         cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
-        x = self.embedded(batch.input_ids)
+        stage, rows, kept = self.build.stage, batch.logit_rows, batch.hidden_pages
+        residual: Tensor | None = None
+        if stage.is_first:
+            x = self.embedded(batch.input_ids)
+        else:
+            x, residual = self._taken(len(batch.input_ids))
         visual = batch.visual
         if visual is not None:
             x = x.index_copy(0, visual.rows, visual.features[:, 0])
         alone = visual is None or visual.features.shape[1] == 1  # nothing comes between blocks
         alone &= batch.adapter_rows is None  # nor behind their linears
         if alone and self.native_blocks is not None and not are_watched():
-            x, residual = self.native_blocks(x, *cos_sins[0], batch, kv)
+            x, residual = self.native_blocks(x, *cos_sins[0], batch, kv, residual)
         else:
             by_layer = [cos_sins[i] for i in self.rotary_of]
-            x, residual = self.model(x, by_layer, self._of_layers(batch, kv), kv)
-        rows, kept = batch.logit_rows, batch.hidden_pages
+            x, residual = self.model(x, by_layer, self._of_layers(batch, kv), kv, residual)
+        if stage.count > 1:
+            whole = stage.index < stage.count - 1
+            stage.give(*(each.contiguous() if whole else each[rows] for each in (x, residual)))
+            if not stage.is_first:
+                return x[rows]
+            x, residual = self._taken(len(rows))
+            return self.model.last_norm.add(x, residual)[0]
         if kept is None or kept.layers:
             return self.model.last_norm.add(x[rows], residual[rows])[0]
         x, _ = self.model.last_norm.add(x, residual)
         kept.keep(batch, x)
         return x[rows]
+
+    def _taken(self, count: int) -> tuple[Tensor, Tensor]:
+        """[count, hidden] of the stage before: what its last block made, and the residual sum."""
+        size = count, self.config.hidden_size
+        x, residual = (
+            torch.empty(size, dtype=self.build.dtype, device=self.build.device) for _ in range(2)
+        )
+        self.build.stage.take(x, residual)
+        return x, residual
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Token ids [T] -> [T, hidden], times their factor; one all-reduce."""
@@ -160,6 +196,8 @@ class CausalLM(Model):
         """
         if self.adapters is not None:
             self.adapters.begin_head(first, len(states))
+        if not self.build.stage.is_first:
+            return states.new_empty(len(states), 0)
         if self.score is not None:
             assert not len(states), "requests that need logits are refused"
             return states.new_empty(0, self.config.vocab_size)
@@ -176,7 +214,9 @@ class CausalLM(Model):
 
     @property
     def head(self) -> VocabParallel:
-        return self.model.embedding if self.lm_head is None else self.lm_head
+        head = self.model.embedding if self.lm_head is None else self.lm_head
+        assert isinstance(head, VocabParallel), "the first stage has the head"
+        return head
 
     def after_load(self) -> None:
         super().after_load()

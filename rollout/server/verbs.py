@@ -302,7 +302,7 @@ def weight_info(info: WeightInfo) -> Document:
         "last_update_id": info.last_update_id,
         "prepared": info.prepared,
         "fence": info.fence,
-        "world_size": info.tensor_parallel_size,
+        "world_size": info.num_ranks,
     }
 
 
@@ -326,9 +326,9 @@ async def server_info(rollout: AsyncRollout, logprobs_mode: str) -> Document:
             },
             "parallel_config": {
                 "tensor_parallel_size": weights.tensor_parallel_size,
-                "world_size": weights.tensor_parallel_size,
+                "world_size": weights.num_ranks,
                 "data_parallel_size": 1,
-                "pipeline_parallel_size": 1,
+                "pipeline_parallel_size": weights.pipeline_parallel_size,
                 "max_parallel_loading_workers": config and config.max_parallel_loading_workers,
                 "disable_custom_all_reduce": True,
                 "tokenizer_pool_config": None,

@@ -188,7 +188,6 @@ _LOADED = (
     "start with {max_adapters} N, and load them by load_lora_adapter (over HTTP "
     "/v1/load_lora_adapter, under a --weight-dir; `rollout serve` has --lora-modules, too)"
 )
-_NO_PIPELINE = "there is no pipeline parallelism: use {tensor_parallel_size}"
 _NOT_LOGGED = "leave it out: requests are not logged; {journal} DIR keeps what was finished"
 _GRAMMARS = "leave it out: grammars are xgrammar's, of the extra structured"
 _ORDER = "leave it out: first come is first served"
@@ -212,6 +211,9 @@ ENGINE = Spellings(
         "tp": "tensor_parallel_size",
         "tp_size": "tensor_parallel_size",
         "tensor_parallel": "tensor_parallel_size",
+        "pp": "pipeline_parallel_size",
+        "pp_size": "pipeline_parallel_size",
+        "pipeline_parallel": "pipeline_parallel_size",
         "enable_expert_parallel": "expert_parallel",
         "context_length": "max_model_len",
         "max_running_requests": "max_num_seqs",
@@ -254,8 +256,6 @@ ENGINE = Spellings(
         **dict.fromkeys(("rope_scaling", "rope_theta"), _ROPE),
         "max_total_tokens": "use {num_kv_blocks} N, each of {block_size} tokens",
         "uvicorn_log_level": "use `rollout serve --log-level`",
-        "pipeline_parallel_size": _NO_PIPELINE,
-        "pp_size": _NO_PIPELINE,
         "data_parallel_size": _REPLICAS,
         "dp": _REPLICAS,
         "dp_size": _REPLICAS,

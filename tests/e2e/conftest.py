@@ -24,10 +24,11 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     return {"a": where / "a", "b": where / "b"}
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="session", params=[(1, 1), (2, 1), (1, 2)], ids=["tp1", "tp2", "pp2"])
 def engine(request, checkpoints) -> Iterator[Rollout]:
+    tp, stages = request.param
     with forked_ranks():
-        started = start(checkpoints["a"], request.param)
+        started = start(checkpoints["a"], tp, pipeline_parallel_size=stages)
     with started as rollout:
         yield rollout
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rollout.distributed import RendezvousServer, TensorParallel, join_group
+from rollout.distributed.stage import Stage, place_of
 from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, LayerKV
@@ -35,6 +37,28 @@ def run_ranks(size: int, work: Callable[[TensorParallel], T]) -> list[T]:
         server.close()
 
 
+def run_stages(stages: int, size: int, work: Callable[[TensorParallel, Stage], T]) -> list[T]:
+    """As ``run_ranks``, of ``stages`` of ``size`` ranks each, stage by stage."""
+    server = RendezvousServer(stages * size, "gloo")
+
+    def rank_main(rank: int) -> T:
+        tp, stage = place_of(rank, size, stages)
+        if size > 1:
+            where = replace(server.info, size=size)
+            tp.group = join_group(where, tp.rank, 20.0, tag=f"stage-{stage.index}")
+        stage.connect(
+            lambda *given: join_group(*given[:2], 20.0, tag=given[2]), server.info, tp.rank
+        )
+        return work(tp, stage)
+
+    count = stages * size
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            return [f.result() for f in [pool.submit(rank_main, r) for r in range(count)]]
+    finally:
+        server.close()
+
+
 def loaded(
     config: ModelConfig,
     tp: TensorParallel,
@@ -45,6 +69,7 @@ def loaded(
     deterministic: bool = False,
     quantization: str = "none",
     max_model_len: int | None = None,
+    stage: Stage | None = None,
 ) -> Model:
     """A model of this rank with ``weights`` loaded."""
     model = build_model(
@@ -57,6 +82,7 @@ def loaded(
         expert_parallel=expert_parallel,
         deterministic=deterministic,
         quantization=quantization,
+        stage=stage,
     )
     model.load_weights(weights.items())
     return model
@@ -85,7 +111,7 @@ class Session:
         shape = (self.tables.numel(), heads, BLOCK, elements)
         self.kv = []
         self.slots = torch.arange(len(sequences), dtype=torch.int32).flip(0) + 1
-        for layer in range(config.num_layers):
+        for layer in model.build.stage.layers(config.num_layers):
             if layer in config.recurrent_layers and layer not in config.paged_layers:
                 self.kv.append(_states(model, len(sequences) + 2))
                 continue

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 from rollout.config import EngineConfig
-from rollout.distributed import TensorParallel
 from rollout.distributed.life_lines import closed_in_forks
 from rollout.distributed.native_thread import NativeThread
+from rollout.distributed.stage import place_of
 from rollout.engine.executors.multiprocess import MultiprocessExecutor
 from rollout.engine.executors.rank_link import RankLink
 from rollout.engine.steps.shared_payloads import PayloadViews
 from rollout.engine.steps.step_ring import RankSteps
 from rollout.engine.worker.job_thread import JobThread
 from rollout.engine.worker.rank_loop import RankLoop
-from rollout.engine.worker.shared_memory_group import create_shared
+from rollout.engine.worker.shared_memory_group import close_shared
 from rollout.engine.worker.worker import Worker
 from rollout.errors import RolloutError
 from rollout.wire.frames import recv_frame
@@ -57,15 +57,14 @@ class ExternalExecutor(MultiprocessExecutor):
     ) -> None:
         super().__init__(config)
         self._sockets, self._host, self.one_host = dict(links), host, one_host
-        self._shared_fd: int | None = None
+        self._shared: list[int | None] = []
 
     def start(self) -> None:
         try:
             super().start()
         finally:
-            fd, self._shared_fd = self._shared_fd, None
-            if fd is not None:
-                os.close(fd)  # each rank has opened it by now
+            shared, self._shared = self._shared, []
+            close_shared(shared)  # each rank has opened its own by now
 
     def close(self) -> None:
         super().close()
@@ -76,10 +75,10 @@ class ExternalExecutor(MultiprocessExecutor):
         if not self.one_host:
             self._payloads.close()  # large tensors travel in the frames
         elif not self._on_gpus():
-            self._shared_fd = create_shared(self.size)
+            self._shared = self._make_shared()
         if self.one_host:
             self._make_ring()
-        self._spawn_all(self._shared_fd)
+        self._spawn_all(self._shared)
 
     def _link(self, rank: int, shared_fd: int | None) -> RankLink:
         sock = self._sockets[rank]
@@ -132,12 +131,13 @@ class RankHost:
         config = EngineConfig.from_dict(said["config"])
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        tp = TensorParallel(int(said["rank"]), int(said["size"]))
-        worker = Worker(config, tp, _opened(said["shared_fd"]), self._device)
+        rank, size = int(said["rank"]), int(said["size"])
+        tp, stage = place_of(rank, config.tensor_parallel_size, config.pipeline_parallel_size)
+        worker = Worker(config, tp, _opened(said["shared_fd"]), self._device, stage)
         staging = JobThread("rollout-staging")
         replies = JobThread("rollout-replies") if config.runs_ahead(worker.device.type) else None
         payloads = PayloadViews(_opened(said["payload_fd"]))
-        steps = RankSteps.join(_opened(said["steps_fd"]), tp.rank, tp.size)
+        steps = RankSteps.join(_opened(said["steps_fd"]), rank, size)
         try:
             RankLoop(
                 *(self._sock, worker, staging, payloads, replies, steps),

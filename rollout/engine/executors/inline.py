@@ -36,10 +36,10 @@ class InlineExecutor:
 
     def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
         """``device``: the GPU of a process that is one of several; None: the first it sees."""
-        if config.tensor_parallel_size != 1:
+        if config.num_ranks != 1:
             raise ConfigError(
-                "the inline executor runs one rank; use executor='multiprocess' for "
-                f"tensor_parallel_size={config.tensor_parallel_size}"
+                f"the inline executor runs one rank; use executor='multiprocess' for "
+                f"{config.num_ranks}"
             )
         self.on_death: Callable[[WorkerDied], None] | None = None
         self._config = config

@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
@@ -17,7 +17,7 @@ from rollout.distributed import LOOPBACK, RendezvousServer, choose_device
 from rollout.engine.executors.rank_link import RankLink, fail
 from rollout.engine.steps.shared_payloads import PayloadMemory
 from rollout.engine.steps.step_ring import StepFuture, StepRing
-from rollout.engine.worker.shared_memory_group import create_shared
+from rollout.engine.worker.shared_memory_group import close_shared, create_shared
 from rollout.errors import DeadlineExceeded, EngineClosed, WorkerDied
 from rollout.wire.codec import to_plain
 from rollout.wire.frames import Frame, Reply, encode
@@ -39,7 +39,7 @@ class MultiprocessExecutor:
     one_host = True
 
     def __init__(self, config: EngineConfig) -> None:
-        self.size = config.tensor_parallel_size
+        self.size = config.num_ranks
         self.on_death: Callable[[WorkerDied], None] | None = None
         self.instance = os.environ.get(INSTANCE) or secrets.token_hex(8)
         self._config = config
@@ -169,23 +169,29 @@ class MultiprocessExecutor:
             self._ring.close()
 
     def _spawn(self) -> None:
-        shared = not self._on_gpus() and self.size > 1
-        shared_fd = create_shared(self.size) if shared else None
+        shared = [] if self._on_gpus() else self._make_shared()
         self._make_ring()
         try:
-            self._spawn_all(shared_fd)
+            self._spawn_all(shared)
         finally:
-            if shared_fd is not None:
-                os.close(shared_fd)  # each rank has its own by now
+            close_shared(shared)  # each rank has its own by now
+
+    def _make_shared(self) -> list[int | None]:
+        """Descriptors of memory for the collectives of each stage, as far as there is such."""
+        each = self._config.tensor_parallel_size
+        return [create_shared(each) for _ in range(self.size // each if each > 1 else 0)]
 
     def _make_ring(self) -> None:
         each = 1 if self._on_gpus() else self._config.resolved_num_threads
         self._ring = StepRing.make(self.size, self.size * each)
 
-    def _spawn_all(self, shared_fd: int | None) -> None:
+    def _spawn_all(self, shared: Sequence[int | None]) -> None:
+        """``shared``: by stage, as of ``_make_shared``."""
         config = self._config
         threads = config.resolved_num_threads
         for rank in range(self.size):
+            stage = rank // config.tensor_parallel_size
+            shared_fd = shared[stage] if shared else None
             with self._state_lock:  # ``close`` sees every rank, or none starts after it
                 if self._closed:
                     raise EngineClosed("the engine was closed while it started")

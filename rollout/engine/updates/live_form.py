@@ -37,7 +37,7 @@ Item = tuple[str, torch.dtype, tuple[int, ...], Box, Tensor]  # the last: its by
 
 def check_equal(here: WeightInfo, there: WeightInfo) -> None:
     """``ConfigError`` where one engine cannot take the other's memory."""
-    for what in ("grid", "tensor_parallel_size", "dtype"):
+    for what in ("grid", "tensor_parallel_size", "pipeline_parallel_size", "dtype"):
         own, other = getattr(here, what), getattr(there, what)
         if own != other:
             raise ConfigError(

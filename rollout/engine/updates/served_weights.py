@@ -28,13 +28,18 @@ class ServedWeights:
     device: str
     devices: tuple[str, ...] = ()
     reaches: tuple[str, ...] = ()
-    num_ranks: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
     memory: Mapping[str, int] = field(default_factory=dict)
     undo: str = "shadow"
     staging: str = "auto"
     max_adapters: int = 0
     max_lora_rank: int = 0
     numerics: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
     def of(cls, engine: EngineCore) -> Self:
@@ -62,7 +67,8 @@ class ServedWeights:
                 for gpu in ranks[0]["reaches"]
                 if all(gpu in rank["reaches"] for rank in ranks)
             ),
-            num_ranks=config.tensor_parallel_size,
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
             memory=engine.memory.to_dict(),
             undo=config.undo,
             staging=config.staging,

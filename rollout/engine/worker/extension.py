@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollout.distributed import TensorParallel
 from rollout.engine.worker.model_runner import ModelRunner
 from rollout.errors import ConfigError, EngineError, InvalidRequest, RolloutError
 from rollout.models.user_module import imported
@@ -25,28 +24,28 @@ class WorkerExtension:
     nothing is generated.
     """
 
-    def bind(self, tp: TensorParallel, device: torch.device, runner: ModelRunner) -> None:
+    def bind(self, device: torch.device, runner: ModelRunner) -> None:
         """Called once, when the model is loaded."""
-        self._bound = tp, device, runner
+        self._bound = device, runner
 
     @property
     def rank(self) -> int:
-        return self._bound[0].rank
+        return self._bound[1].rank
 
     @property
     def world_size(self) -> int:
-        return self._bound[0].size
+        return self._bound[1].world_size
 
     @property
     def device(self) -> torch.device:
-        return self._bound[1]
+        return self._bound[0]
 
     @property
     def model(self) -> nn.Module:
         """What is live now, this rank's part: look it up in each call, and only read. An update
         may bring another instance, and what else is written to this one no digest vouches for.
         """
-        return self._bound[2].instances.live.owner
+        return self._bound[1].instances.live.owner
 
 
 def make_extension(where: str) -> WorkerExtension:

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 
+from rollout.distributed.stage import Stage
 from rollout.engine.worker.state_cache import StateCache
 from rollout.errors import ConfigError, EngineClosed
 from rollout.models.config.model import ModelConfig
@@ -23,7 +24,8 @@ class KVShape:
 
     Of all layers, or where layers differ in how far they reach back, of those of one of ``groups``.
     ``num_layers``: those that have pages; ``without``: the numbers of those that keep nothing,
-    ``beside`` of those that have states, too.
+    ``beside`` of those that have states, too. Of a stage of a pipeline all of these are of its own
+    layers, counted from its first one; ``told`` are the groups of the whole model.
     ``tensors``: 2, or 1 where values are a part of the keys. ``indexed``: the layers that keep keys
     of an index of ``index_dim``, too.
     ``experts``: of a mixture, on the rank that answers, the layers that have experts and how many
@@ -47,6 +49,7 @@ class KVShape:
     hidden: int = 0
     hidden_layers: tuple[int, ...] = ()
     groups: tuple[KVGroup, ...] = ()  # none: one, of all layers
+    told: tuple[tuple[int, int, int], ...] = ()  # as ``groups_told`` takes them
 
     @classmethod
     def of(
@@ -59,8 +62,10 @@ class KVShape:
         kv_cache_dtype: str = "auto",
         *,
         hidden_layers: tuple[int, ...] | None = None,
+        stage: Stage | None = None,
     ) -> Self:
-        """Of each of ``ranks``; ``ConfigError`` where the model cannot have such blocks.
+        """Of each of the ``ranks`` of a stage; ``ConfigError`` where the model cannot have such
+        blocks.
 
         ``hidden_layers``: as of ``HiddenPages``; None: no hidden state is kept.
         """
@@ -68,9 +73,18 @@ class KVShape:
         tensors, heads, elements = model.cached_heads(ranks)
         moe = model.moe if sparse_layers else None
         index = None if model.latent is None else model.latent.index
+        stage = stage or Stage()
+        paged = stage.own(model.paged_layers, model.num_layers)
+        if not paged:
+            raise ConfigError(
+                f"pipeline_parallel_size={stage.count}: no layer of stage {stage.index} keeps keys "
+                "and values; use fewer stages"
+            )
+        states = stage.own(model.recurrent_layers, model.num_layers)
+        groups = kv_groups(model)
         return cls(
-            num_layers=len(model.paged_layers), without=model.feeding_layers, tensors=tensors,
-            beside=tuple(i for i in model.recurrent_layers if i in model.paged_layers),
+            num_layers=len(paged), without=stage.own(model.feeding_layers, model.num_layers),
+            tensors=tensors, beside=tuple(i for i in states if i in paged),
             indexed=model.indexed_layers, index_dim=0 if index is None else index.dim,
             kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
             codes=_CODES.get(kv_cache_dtype),
@@ -78,7 +92,10 @@ class KVShape:
             expert_dtype=torch.uint8 if moe is None or moe.num_experts <= 256 else torch.int16,
             hidden=0 if hidden_layers is None else max(1, len(hidden_layers)) * model.hidden_size,
             hidden_layers=hidden_layers or (),
-            groups=kv_groups(model),
+            groups=tuple(
+                replace(group, layers=stage.own(group.layers, model.num_layers)) for group in groups
+            ),
+            told=tuple((len(group.layers), group.window, group.chunk) for group in groups),
         )  # fmt: skip
 
     @classmethod
@@ -92,7 +109,7 @@ class KVShape:
     ) -> Self:
         """Of a draft model: one block table, of the policy's, is for all its layers."""
         shape = cls.of(model, ranks, block_size, dtype, kv_cache_dtype=kv_cache_dtype)
-        return replace(shape, groups=())
+        return replace(shape, groups=(), told=())
 
     @property
     def page_layers(self) -> int:
@@ -110,11 +127,6 @@ class KVShape:
         kept = self.experts[0] * self.experts[1] * self.expert_dtype.itemsize
         kept += (len(self.indexed) * self.index_dim + self.hidden) * self.dtype.itemsize
         return self.page_layers * self._layer_bytes + self.block_size * kept
-
-    @property
-    def told_groups(self) -> list[list[int]]:
-        """As ``groups_told`` takes them."""
-        return [[len(group.layers), group.window, group.chunk] for group in self.groups]
 
     @property
     def _layer_bytes(self) -> int:
@@ -146,7 +158,7 @@ class KVCache:
 
     @property
     def layers(self) -> list[LayerKV]:
-        """One entry per layer; ``EngineClosed`` while there are none."""
+        """One entry per layer that is here; ``EngineClosed`` while there are none."""
         if not self._layers:
             raise EngineClosed("this rank has no KV cache: the engine is asleep or not started")
         return self._layers
@@ -170,7 +182,7 @@ class KVCache:
         """As ``groups_told`` takes them. A draft model goes by the last group's table, and reads a
         sequence from its first token on: that group keeps every position for it.
         """
-        told = self.shape.told_groups
+        told = list(map(list, self.shape.told))
         if self.draft is not None:
             told[-1][1:] = 0, 0
         return told

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.distributed.stage import Stage
 from rollout.engine.memory import available_bytes, release_unused, to_device, total_bytes
 from rollout.engine.memory_plan import served_length
 from rollout.engine.resolved_model import ResolvedModel
@@ -55,8 +56,8 @@ _LOGITS = 32 << 20  # elements of logits that are made at once, of many rows
 class ModelRunner:
     """Built with its weights loaded; KV pages come with ``kv.allocate``.
 
-    Every rank runs the same steps in the same order; only rank 0 samples, the others answer with
-    their version alone.
+    Every rank runs the same steps in the same order; only rank 0, of the first stage, samples, the
+    others answer with their version alone.
     """
 
     def __init__(
@@ -65,9 +66,12 @@ class ModelRunner:
         found: ResolvedModel,
         tp: TensorParallel,
         device: torch.device,
+        stage: Stage,
     ) -> None:
         started = time.perf_counter()
-        self.config, self.tp, self.device = config, tp, device
+        self.config, self.tp, self.stage, self.device = config, tp, stage, device
+        self.rank, self.world_size = stage.rank(tp), stage.count * tp.size
+        self._answers = self.rank == 0
         self._found, self.model_config = found, found.config
         self.dtype = found.dtype_of(config)
         self._components = {
@@ -99,7 +103,7 @@ class ModelRunner:
         self.weight_bytes = sum(p.numel() * p.element_size() for p in live.parameters())
         shadow = torch.device("cpu") if config.staging == "host" else self.device
         self.sampler = make_sampler(self.device, config.deterministic)
-        fused = tp.rank == 0 and isinstance(self.sampler, FusedSampler)
+        fused = self._answers and isinstance(self.sampler, FusedSampler)
         draws = fused and config.cuda_graphs != "forward"
         self._graphs = GraphSets(config, live, self.device, draws)
         self._draft = self._make_draft(live, draws)
@@ -113,7 +117,7 @@ class ModelRunner:
             forget=self._forget_graphs,
         )
         self.sparse_layers = live.sparse_layers
-        kept = 0 if tp.rank else sum(self.sparse_layers)
+        kept = sum(self.sparse_layers) if self._answers else 0
         shape = KVShape.of(
             self.model_config,
             tp.size,
@@ -122,8 +126,10 @@ class ModelRunner:
             kept,
             config.kv_cache_dtype,
             hidden_layers=None if self._draft is None else self._draft.reads,
+            stage=stage,
         )
-        self.states = StateCache(StateShape.of(self.model_config, tp.size, self.dtype), self.device)
+        kept_states = StateShape.of(self.model_config, tp.size, self.dtype, stage)
+        self.states = StateCache(kept_states, self.device)
         pages = None if self._draft is None else self._draft.kv
         self.kv = KVCache(shape, self.device, self.states, pages)
         self._visuals = EncodedVisuals()
@@ -240,7 +246,7 @@ class ModelRunner:
             kv=KVCache(shape, self.device),
             graphs=GraphSets(few, live, self.device, draws, part),
             vocabulary=self.model_config.vocab_size,
-            is_first=self.tp.rank == 0,
+            is_first=self._answers,
             to_device=self._moved,
             shared=self._of_rank_0,
         )
@@ -262,7 +268,7 @@ class ModelRunner:
         """What rank 0 made of the step; None on the others. ``sums``: of the rows behind those with
         logits, whose hidden states are wanted.
         """
-        count, policy, first = sampling.num_rows, model.policy, self.tp.rank == 0
+        count, policy, first = sampling.num_rows, model.policy, self._answers
         self.capture()  # again, after a sleep
         if first and sums is None:
             drawn = self._graphs.draw(model, batch, sampling)
@@ -294,7 +300,7 @@ class ModelRunner:
         for start in range(0, max(count, 1), step):
             stop = min(start + step, count)
             logits = policy.logits(states[start:stop], start)
-            if self.tp.rank == 0:
+            if self._answers:
                 parts.append(self.sampler.sample(logits, sampling.rows(start, stop)))
         return SamplerOutput.cat(parts) if parts else None
 
@@ -406,6 +412,7 @@ class ModelRunner:
             head_dtype=torch.float32 if self.config.head_dtype == "float32" else None,
             registry=self._found.registry,
             tensors=self._checkpoint_tensors,
+            stage=self.stage,
         )
 
     def _limit_rope(self, model: Model) -> None:
@@ -444,13 +451,13 @@ class ModelRunner:
                         if component_of(meta.name) == component
                     ],
                     seed=self.config.seed or 0,  # of made-up weights, the same on all ranks
-                    progress=self.config.progress and self.tp.rank == 0,
+                    progress=self.config.progress and self._answers,
                     device=str(self.device),
                 )
                 opened.append(checkpoint)
                 stream = _named(component, stack.enter_context(checkpoint), model.table)
                 if self.config.trace_load:
-                    stream = traced(stream, checkpoint, model.table, self.tp.rank)
+                    stream = traced(stream, checkpoint, model.table, self.rank)
                 streams.append(stream)
             model.load_weights(chain.from_iterable(streams))
             return sum(checkpoint.bytes_read for checkpoint in opened)

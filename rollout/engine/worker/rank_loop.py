@@ -106,7 +106,7 @@ class RankLoop:
 
     def _lost(self, error: LostPayloadError) -> None:
         log.error("%s: %s", error.header["method"], error)
-        told = to_wire(TransferFailed(f"rank {self._worker.tp.rank}: {error}"))
+        told = to_wire(TransferFailed(f"rank {self._worker.rank}: {error}"))
         answer = {"id": error.header["id"], "error": told, "internal": False, "fatal": False}
         with self._send_lock:
             send_frame(self._sock, answer, {})
@@ -150,10 +150,10 @@ class RankLoop:
         if internal:
             log.error("%s failed", header["method"], exc_info=error)
         # Other ranks may be inside this step's collectives: they are freed by our end alone.
-        fatal = internal and header["method"] == "step" and self._worker.tp.size > 1
+        fatal = internal and header["method"] == "step" and self._worker.size > 1
         told = to_wire(error)
         if (internal and not fatal) or header["method"] == "start":
-            told["message"] = f"rank {self._worker.tp.rank}: {told['message']}"
+            told["message"] = f"rank {self._worker.rank}: {told['message']}"
         answer = {
             "id": header["id"],
             "error": told,

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from rollout.config import EngineConfig
-from rollout.distributed import TensorParallel
 from rollout.distributed.interpreter import SWITCH_INTERVAL, settle
+from rollout.distributed.stage import place_of
 from rollout.engine.steps.shared_payloads import PayloadViews
 from rollout.engine.steps.step_ring import RankSteps
 from rollout.engine.worker.job_thread import JobThread
@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     staging = JobThread("rollout-staging", num_threads=1)
     torch.set_num_threads(int(header["num_threads"]))
     config = EngineConfig.from_dict(header["config"])
-    worker = Worker(config, TensorParallel(rank, size), options.shared_fd)
+    tp, stage = place_of(rank, config.tensor_parallel_size, config.pipeline_parallel_size)
+    worker = Worker(config, tp, options.shared_fd, stage=stage)
     replies = JobThread("rollout-replies") if config.runs_ahead(worker.device.type) else None
     payloads = PayloadViews(options.payload_fd)
     steps = RankSteps.join(options.steps_fd, rank, size)

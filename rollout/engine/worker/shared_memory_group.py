@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ def create_shared(size: int) -> int | None:
             os.close(fd)
         return None
     return fd
+
+
+def close_shared(fds: Iterable[int | None]) -> None:
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
 
 
 def share_memory(group: Any, fd: int | None, rank: int, size: int, timeout: float) -> Any:

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from rollout.distributed.stage import Stage
 from rollout.engine.memory import to_device
 from rollout.errors import ConfigError
 from rollout.kernels import copy_slots
@@ -20,17 +21,19 @@ from rollout.models.forward import LayerKV
 class StateShape:
     """What one slot holds on this rank, in each of ``layers``: of one sequence or snapshot."""
 
-    layers: tuple[int, ...]  # their numbers
+    layers: tuple[int, ...]  # their numbers, from the stage's first one on
     inputs: tuple[int, ...]  # of a convolution, in ``dtype``
     state: tuple[int, ...]  # float32: what is rounded would differ by how often it was stored
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, model: ModelConfig, ranks: int, dtype: torch.dtype) -> Self:
-        """Of each of ``ranks``; a model without such layers has slots of no bytes."""
+    def of(
+        cls, model: ModelConfig, ranks: int, dtype: torch.dtype, stage: Stage | None = None
+    ) -> Self:
+        """Of each of the ``ranks`` of a stage; slots of no bytes where no layer has a state."""
         sizes = model.recurrence
         inputs, state = ((), ()) if sizes is None else sizes.state_shapes(ranks)
-        layers = model.recurrent_layers
+        layers = (stage or Stage()).own(model.recurrent_layers, model.num_layers)
         return cls(layers=layers, inputs=inputs, state=state, dtype=dtype)
 
     @property

@@ -25,6 +25,7 @@ from rollout.distributed import (
     choose_device,
     join_group,
 )
+from rollout.distributed.stage import Stage
 from rollout.engine.resolved_model import ResolvedModel
 from rollout.engine.worker.extension import WorkerExtension, call_extension, make_extension
 from rollout.engine.worker.model_runner import ModelRunner
@@ -53,6 +54,8 @@ class Worker:
     live one, or the one before while that is there and asked for. ``revert`` undoes a
     commit that failed on another rank. ``shared_fd`` is a descriptor of memory for the ranks'
     collectives. ``device``: where it runs, if not where ``config`` puts a rank of its number.
+
+    ``rank`` of ``size`` are those of the whole engine, ``tp`` those of its stage of a pipeline.
     """
 
     def __init__(
@@ -61,9 +64,13 @@ class Worker:
         tp: TensorParallel,
         shared_fd: int | None = None,
         device: torch.device | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.config, self.tp, self._shared_fd = config, tp, shared_fd
-        self.device = device or _own_device(choose_device(config.device), tp.rank)
+        self.stage = stage or Stage()
+        self.rank, self.size = self.stage.rank(tp), self.stage.count * tp.size
+        self.device = device or _own_device(choose_device(config.device), self.rank)
+        self._joined = False
         self.version = 0
         self._before: int | None = None  # the version before the last commit, while it is there
         self._runner: ModelRunner | None = None
@@ -148,13 +155,13 @@ class Worker:
     @property
     def runner(self) -> ModelRunner:
         if self._runner is None:
-            raise EngineClosed(f"rank {self.tp.rank} has not loaded its model: call start first")
+            raise EngineClosed(f"rank {self.rank} has not loaded its model: call start first")
         return self._runner
 
     @property
     def updates(self) -> RankUpdates:
         if self._updates is None:
-            raise EngineClosed(f"rank {self.tp.rank} has not loaded its model: call start first")
+            raise EngineClosed(f"rank {self.rank} has not loaded its model: call start first")
         return self._updates
 
     def close(self) -> None:
@@ -176,25 +183,27 @@ class Worker:
         """
         if self._runner is None:
             config = self.config
-            if self.device.type == "cuda" and self.tp.size > 1:
+            if self.device.type == "cuda" and self.size > 1:
                 torch.cuda.set_device(self.device)  # this process is the rank's own
             found = ResolvedModel.of(config)
             found.config.check_tensor_parallel(self.tp.size, config.expert_parallel)
             check_dtype(self.device, found.dtype_of(config))
-            if args.get("rendezvous") is not None and self.tp.group is None:
+            if args.get("rendezvous") is not None and not self._joined:
                 self._join(args["rendezvous"])
-            if self.tp.rank not in args.get("ranks", (self.tp.rank,)):
+            if self.rank not in args.get("ranks", (self.rank,)):
                 return {}
             extension = None
             if config.worker_extension_cls is not None:  # before a load that takes its time
                 extension = make_extension(config.worker_extension_cls)
-            self._runner = ModelRunner(found.settled(config), found, self.tp, self.device)
+            self._runner = ModelRunner(
+                found.settled(config), found, self.tp, self.device, self.stage
+            )
             if extension is not None:
-                extension.bind(self.tp, self.device, self._runner)
+                extension.bind(self.device, self._runner)
             self._extension = extension
             device = str(self.device)
             self._updates = RankUpdates(
-                *(self._runner.instances, self.tp.rank, device),
+                *(self._runner.instances, self.rank, device),
                 check_finite=config.check_finite,
                 adapters=self._runner.adapters,
             )
@@ -229,8 +238,7 @@ class Worker:
         if version != self.version:
             if version != self._before:
                 raise VersionConflict(
-                    f"rank {self.tp.rank} is at version {self.version} and cannot go back to "
-                    f"{version}"
+                    f"rank {self.rank} is at version {self.version} and cannot go back to {version}"
                 )
             self.runner.instances.revert()
             self.version, self._before = version, None
@@ -257,7 +265,7 @@ class Worker:
     def info(self, args: Args) -> dict[str, Any]:
         """Who this rank is, and the sizes its engine plans with, in bytes."""
         return {
-            "rank": self.tp.rank,
+            "rank": self.rank,
             "pid": os.getpid(),
             "device": str(self.device),
             "gpu": gpu_uuid(self.device),
@@ -298,11 +306,11 @@ class Worker:
             constants = [
                 (_whole(own_name(name), value), value)
                 for name, value in live.constants.items()
-                if component_of(name) == component and self.tp.rank == 0
+                if component_of(name) == component and self.rank == 0
             ]
             into = into if component == POLICY else into / component
             every = chain(values, constants)
-            nbytes += save_shard(into, self.tp.rank, self.tp.size, every, save=args["save"])
+            nbytes += save_shard(into, self.rank, self.size, every, save=args["save"])
         return {"version": self.version, "num_bytes": nbytes}
 
     def collective_rpc(self, args: Args) -> dict[str, Any]:
@@ -366,26 +374,37 @@ class Worker:
     def raw_sizes(self, args: Args) -> dict[str, Any]:
         """What this rank's live memory is called in an update, and its bytes."""
         found = self.runner.instances.raw_sizes()
-        return {"sizes": [[raw_name(self.tp.rank, name), nbytes] for name, nbytes in found]}
+        return {"sizes": [[raw_name(self.rank, name), nbytes] for name, nbytes in found]}
 
     def read_raw(self, args: Args) -> Reply:
         """Some of it; nothing where it is another rank's."""
-        if args["rank"] != self.tp.rank:
+        if args["rank"] != self.rank:
             return {"version": self.version}, {}
-        param = args["name"].removeprefix(raw_name(self.tp.rank, ""))
+        param = args["name"].removeprefix(raw_name(self.rank, ""))
         values = self.runner.instances.read_raw(param, int(args["start"]), int(args["stop"]))
         return {"version": self.version}, {"0": values}
 
     def _join(self, rendezvous: Any) -> None:
-        """Form the ranks' group, then bound its collectives: a rank that hangs is found out."""
-        where = from_plain(Rendezvous, rendezvous)
-        group = join_group(where, self.tp.rank, self.config.start_timeout, tag="tensor-parallel")
+        """Form the ranks' groups, then bound their collectives: a rank that hangs is found out."""
+        where, tp = from_plain(Rendezvous, rendezvous), self.tp
         limit = max(self.config.timeout, DEFAULT_TIMEOUT)
-        group._set_default_timeout(timedelta(seconds=limit))
-        if self.device.type == "cpu":
-            fd, self._shared_fd = self._shared_fd, None
-            group = share_memory(group, fd, self.tp.rank, self.tp.size, limit)
-        self.tp.group = group
+
+        def join(where: Rendezvous, rank: int, tag: str) -> Any:
+            group = join_group(where, rank, self.config.start_timeout, tag=tag)
+            group._set_default_timeout(timedelta(seconds=limit))
+            return group
+
+        if tp.size > 1:
+            group = join(
+                replace(where, size=tp.size), tp.rank, f"tensor-parallel-{self.stage.index}"
+            )
+            if self.device.type == "cpu":
+                fd, self._shared_fd = self._shared_fd, None
+                group = share_memory(group, fd, tp.rank, tp.size, limit)
+            tp.group = group
+        if self.stage.count > 1:
+            self.stage.connect(join, where, tp.rank)
+        self._joined = True
 
     @staticmethod
     def _plain(run: Callable[[Args], dict[str, Any]]) -> Callable[[Args, Tensors], Reply]:

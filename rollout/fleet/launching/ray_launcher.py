@@ -58,7 +58,7 @@ class Ask:
 
     @classmethod
     def of(cls, config: EngineConfig, *, gpus: bool) -> Ask:
-        ranks, spans = config.tensor_parallel_size, config.executor == "ray"
+        ranks, spans = config.num_ranks, config.executor == "ray"
         here = 1 if spans else ranks
         each = {"CPU": float(here * (config.num_threads or 1)), "GPU": float(here * gpus)}
         return cls(bundle={name: n for name, n in each.items() if n}, ranks=ranks, spans=spans)

@@ -32,11 +32,11 @@ class FrontPlaces:
 
     @property
     def count(self) -> int:
-        return self._info().tensor_parallel_size
+        return self._info().num_ranks
 
     def join(self, place: str, group: ForeignGroup, timeout: float) -> None:
         info = self._info()
-        count, kind = info.tensor_parallel_size, info.device.split(":")[0]
+        count, kind = info.num_ranks, info.device.split(":")[0]
         if kind == "cuda" and torch.cuda.device_count() < count:
             raise ConfigError(
                 f"this trainer broadcasts over NCCL, and the fleet's front takes {count} places in "

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
 from rollout.models.arch import BlockNorms
+from rollout.models.decoder.absent import Absent, of_first_stage
 from rollout.models.forward import ForwardBatch, LayerKV, RoutedExperts
 from rollout.models.layers.attention import Attention, CosSin
 from rollout.models.layers.base import Build
@@ -215,14 +216,19 @@ class LoneBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm: what a checkpoint calls ``model``."""
+    """Embedding, blocks and final norm: what a checkpoint calls ``model``.
+
+    ``held``: the blocks that are here, of a stage of a pipeline.
+    """
 
     def __init__(self, build: Build, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.names = build.config.arch.embedding, build.config.arch.last_norm
-        self.add_module(self.names[0], Embedding(build))
+        self.add_module(self.names[0], of_first_stage(build, Embedding))
         self.layers = nn.ModuleList(blocks)
-        self.add_module(self.names[1], make_norm(build, build.config.hidden_size))
+        norm = of_first_stage(build, lambda each: make_norm(each, build.config.hidden_size))
+        self.add_module(self.names[1], norm)
+        self.held = [block for block in blocks if not isinstance(block, Absent)]
 
     @property
     def embedding(self) -> Embedding:
@@ -240,17 +246,18 @@ class Decoder(nn.Module):
         cos_sins: Sequence[CosSin],
         batches: Sequence[ForwardBatch],
         kv: Sequence[LayerKV],
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The blocks on embeddings [T, hidden]: the last one's output and the residual sum.
+        """The blocks on embeddings [T, hidden], or on what the stage before made of them: the last
+        one's output and the ``residual`` sum.
 
         ``cos_sins``, ``batches``, ``kv``: each layer's.
         """
         first = batches[0]
         experts, kept, visual = RoutedExperts.of(first), first.hidden_pages, first.visual
         told = () if experts is None else (experts,)
-        residual: Tensor | None = None
         levels = [] if visual is None else list(visual.features[:, 1:].unbind(1))
-        each = zip(self.layers, cos_sins, batches, kv, strict=True)
+        each = zip(self.held, cos_sins, batches, kv, strict=True)
         for index, (block, cos_sin, batch, pages) in enumerate(each):
             if kept is not None:
                 kept.keep_before(index, first, x, residual)
@@ -259,7 +266,7 @@ class Decoder(nn.Module):
                 x = x.index_add(0, visual.rows, levels.pop(0))
         assert residual is not None
         if kept is not None:
-            kept.keep_before(len(self.layers), first, x, residual)
+            kept.keep_before(len(self.held), first, x, residual)
         if experts is not None:
             experts.write(first)
         return x, residual

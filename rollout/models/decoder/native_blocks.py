@@ -75,17 +75,28 @@ class NativeBlocks:
         return NativeBlocks(build, cast("Sequence[DecoderBlock]", blocks)) if fits else None
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, kv: Sequence[LayerKV]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        kv: Sequence[LayerKV],
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What the last block returns for embeddings x [T, hidden], which are overwritten."""
+        """What the last block returns for embeddings x [T, hidden], or for what the block before
+        made of them; both are overwritten.
+        """
         tokens, hidden = x.shape
-        out, work = torch.empty_like(x), x.new_empty(tokens, self._work_columns)
+        # The code reads a sum behind its first half: other stages begin with that of the second.
+        first = 0 if residual is None else 2
+        x, out = (x, torch.empty_like(x)) if residual is None else (residual, x)
+        work = x.new_empty(tokens, self._work_columns)
         cos, sin, slots = cos.contiguous(), sin.contiguous(), batch.slot_mapping.contiguous()
         starts, lengths = batch.query_starts.contiguous(), batch.context_lens.contiguous()
         tables = batch.block_tables.contiguous()
         assert slots.dtype == torch.int64
         assert starts.dtype == lengths.dtype == tables.dtype == torch.int32
-        addresses, tp = self._addresses(kv), self._build.tp
+        addresses, tp = self._addresses(kv, first), self._build.tp
         in_order = self._build.deterministic and tp.size > 1
         sums = x.new_empty(x.shape, dtype=torch.float32) if in_order else None
         _, _, page, dim = kv[0].k.shape
@@ -94,7 +105,7 @@ class NativeBlocks:
             *(t.data_ptr() for t in (x, out, work, cos, sin, slots, starts, lengths, tables)),
             *(tokens, len(lengths), hidden, self._inner, self._heads, self._kv_heads, dim),
             *(cos.shape[1], page, tables.shape[1], self._window, kind_of(kv[0].k)),
-            *(0, 2 * len(self._weights)),
+            *(first, first + 2 * len(self._weights)),
             *(None if sums is None else sums.data_ptr(), self._build.config.norm_eps, self._scale),
             *(self._o_segments, self._down_segments),
             *(cos.dtype == torch.float32, linear.level(), torch.get_num_threads()),
@@ -104,7 +115,7 @@ class NativeBlocks:
             # In one call, but for what layers read in between that somebody wants to keep.
             at, wanted = 0, () if kept is None else kept.layers
             for stop in sorted({halves, *(2 * layer for layer in wanted)}):
-                problem.begin, problem.end, at = at, stop, stop
+                problem.begin, problem.end, at = first + at, first + stop, stop
                 if stop:
                     _run(problem)
                 if kept is not None:
@@ -113,7 +124,7 @@ class NativeBlocks:
         for half, bias in enumerate(self._biases):
             if kept is not None and half % 2 == 0:
                 kept.keep_before(half // 2, batch, x, out if half else None)
-            problem.begin, problem.end = half, half + 1
+            problem.begin, problem.end = first + half, first + half + 1
             _run(problem)
             if sums is not None:
                 finish_sums(tp.tree_sum(sums), bias, out.dtype, out)
@@ -125,13 +136,17 @@ class NativeBlocks:
             kept.keep_before(halves // 2, batch, x, out)
         return out, x
 
-    def _addresses(self, kv: Sequence[LayerKV]) -> ctypes.Array[ctypes.c_void_p]:
-        """Of each block's weights and pages, as they are now: sleep may have moved them."""
-        found = []
+    def _addresses(self, kv: Sequence[LayerKV], first: int) -> ctypes.Array[ctypes.c_void_p]:
+        """Of each block's weights and pages, as they are now: sleep may have moved them; behind
+        those of a block that does not run, where ``first`` is not 0.
+        """
+        found: list[int | None] = []
         for weights, pages in zip(self._weights, kv, strict=True):
             found += [None if t is None else t.data_ptr() for t in weights]
             kept = pages.k, pages.v, pages.k_scales, pages.v_scales
             found += [None if t is None else t.data_ptr() for t in kept]
+        if first:
+            found[:0] = [None] * (len(found) // len(self._weights))
         return (ctypes.c_void_p * len(found))(*found)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rollout.distributed import TensorParallel
+from rollout.distributed.stage import Stage
 from rollout.errors import ConfigError
 from rollout.kernels import batch_invariant_linear, linear, quantized_linear
 from rollout.kernels.native import use_huge_pages
@@ -30,6 +31,7 @@ class Build:
     ``deterministic``: linears run ``batch_invariant_linear``: no row depends on the batch, nor on
     how many of ``DETERMINISTIC_SIZES`` ranks there are.
     ``head_dtype``: of the logits, None for ``dtype``. ``quantization``: how linears are held.
+    ``stage``: of a pipeline, whose layers alone are built.
     """
 
     config: ModelConfig
@@ -41,6 +43,7 @@ class Build:
     deterministic: bool = False
     head_dtype: torch.dtype | None = None
     quantization: Scheme | None = None
+    stage: Stage = field(default_factory=Stage)
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -136,13 +139,13 @@ class Layer(nn.Module):
         self.specs[name] = ParamSpec(shape, layout, scheme=scheme)
         stored = (*shape[:-1], shape[-1] // scheme.per_byte)
         scales = (*shape[:-1], scheme.cells(shape[-2:]))
-        for field, size, dtype in (
+        for part, size, dtype in (
             (name, layout.storage_shape(stored), scheme.storage_dtype),
             (f"{name}{SCALE}", scales, scheme.scale_dtype),
         ):
             storage = torch.empty(size, dtype=dtype, device=self.build.device)
             use_huge_pages(storage)
-            self.register_parameter(field, nn.Parameter(storage, requires_grad=False))
+            self.register_parameter(part, nn.Parameter(storage, requires_grad=False))
 
     def zero_padding(self) -> None:
         """Write the zeros that ``padding`` promises; no source ever writes there."""

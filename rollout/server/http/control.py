@@ -150,7 +150,7 @@ async def weight_info(rollout: Engine) -> dict[str, Any]:
 async def get_world_size(rollout: Engine, include_dp: bool = True) -> dict[str, Any]:
     """``include_dp`` (vLLM's) changes nothing: an engine has no data-parallel ranks."""
     info = await rollout.weight_info()
-    return {"world_size": info.tensor_parallel_size}
+    return {"world_size": info.num_ranks}
 
 
 @routes.on("POST", "/init_weight_transfer_engine", Access.CONTROL)

@@ -71,7 +71,7 @@ async def state(rollout: Engine) -> dict[str, Any]:
         "label": weights.label,
         "update": weights.state,
         "last_update_id": weights.last_update_id,
-        "ranks": weights.tensor_parallel_size,
+        "ranks": weights.num_ranks,
         "device": weights.device,
         "dtype": str(weights.dtype).removeprefix("torch."),
         "tensors": len(weights.tensors),

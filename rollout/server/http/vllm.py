@@ -398,7 +398,7 @@ async def collective_rpc(rollout: Engine, body: RpcBody) -> Document:
             f"{body.method} takes by name: {', '.join(sorted(names)) or 'nothing'}"
         )
     await act(rollout, body.kwargs)
-    world = (await rollout.weight_info()).tensor_parallel_size
+    world = (await rollout.weight_info()).num_ranks
     return {"results": [None] * world}
 
 

@@ -124,6 +124,7 @@ class WeightInfo:
     merged: Many[Text] = field(default=(), metadata=ADDED)
     # Settings by which engines of the same weights compute other bits, as their flags have them.
     numerics: Table[Text] = field(default_factory=dict, metadata=ADDED)
+    pipeline_parallel_size: Positive = field(default=1, metadata=ADDED)
     protocol: Count = PROTOCOL  # the newest that the engine speaks
     features: Many[Text] = FEATURES  # of ``wire.version``, as far as the engine has them
 
@@ -137,6 +138,11 @@ class WeightInfo:
             spelled=self.spelled,
             schemes=self.schemes,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages of its pipeline."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def due(self) -> tuple[str, ...]:

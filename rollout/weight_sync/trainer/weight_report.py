@@ -283,7 +283,7 @@ def _by_receipt(total: int, receipts: Sequence[UpdateReceipt]) -> tuple[float, s
 def _by_rates(total: int, info: WeightInfo, by: Way) -> tuple[float, str]:
     """Each byte is digested twice and copied: out of the trainer, along the way, into place."""
     copy, digested = measured_rates()
-    ranks = min(info.tensor_parallel_size, os.cpu_count() or 1)
+    ranks = min(info.num_ranks, os.cpu_count() or 1)
     near = same_host(info)
     way = 2 / copy if near else 1 / NETWORK
     seconds = total * (1 / copy + 1 / digested + way + (1 / copy + 1 / digested) / ranks)

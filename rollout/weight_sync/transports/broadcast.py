@@ -54,7 +54,7 @@ class BroadcastSender(Sender):
     def __init__(self, opening: Opening) -> None:
         info = opening.info
         backend = choose_backend(info.device, torch.cuda.is_available(), shares_gpu(info.devices))
-        self._server = RendezvousServer(info.tensor_parallel_size + 1, backend, opening.host)
+        self._server = RendezvousServer(info.num_ranks + 1, backend, opening.host)
         self._carrier = _carrier(self._server.info, 0)
         self.offer = to_plain(GroupOffer(self._server.info))
         self.device = "cuda" if backend == "nccl" else "cpu"

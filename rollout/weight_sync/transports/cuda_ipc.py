@@ -165,7 +165,7 @@ class CudaIpcSender(Sender):
         mapped: bool = False,
     ) -> None:
         deals = bool(info.hosts)  # a fleet, which tells of every rank that may map it
-        num_flags = min(len(info.devices), FLAGS) if deals else info.tensor_parallel_size
+        num_flags = min(len(info.devices), FLAGS) if deals else info.num_ranks
         self._timeout, self._maps = timeout, "regions" in info.features
         self._headers = headers or InPlaceHeaders()
         self._mappers: Mappers | None = None

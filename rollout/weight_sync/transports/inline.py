@@ -100,7 +100,7 @@ class Inline(Transport):
     def preference(self, info: WeightInfo, holding: Holding | None) -> str | None:
         if holding is not None and holding.split and holding.not_mapped is None:
             return None  # the rank reads what the others hold, too, without a gather
-        near = info.transports[:1] == (self.name,) and info.tensor_parallel_size == 1
+        near = info.transports[:1] == (self.name,) and info.num_ranks == 1
         return "the engine is in this process" if near else None
 
     def open(self, opening: Opening) -> Sender:

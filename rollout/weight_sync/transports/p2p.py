@@ -129,7 +129,7 @@ class P2PSender(Sender):
     """
 
     def __init__(self, opening: Opening) -> None:
-        size = opening.senders + opening.info.tensor_parallel_size
+        size = opening.senders + opening.info.num_ranks
         self._server = RendezvousServer(size, "tcp", opening.host)
         where = self._server.info
         offer = P2POffer(rendezvous=where, senders=opening.senders, known=opening.known)

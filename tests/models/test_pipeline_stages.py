@@ -1,0 +1,90 @@
+"""Stages of a pipeline: the logits of one stage, bit for bit, and tables that are whole together."""
+
+import pytest
+import torch
+from rank_threads import Session, loaded, prompts, run_ranks, run_stages
+from tiny_models import DENSE, write_tiny
+
+from rollout.distributed.stage import Stage
+from rollout.errors import ConfigError
+from rollout.models.build import build_model, build_tables
+from rollout.models.config.model import ModelConfig
+from rollout.models.weight_io.table import check_tables
+
+OTHERS = (
+    *("llama", "qwen2", "mistral", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "olmoe"),
+    *("deepseek_v2", "deepseek_v3", "minimax_m2", "gpt_oss", "llama4", "glm4_moe_lite"),
+    *("qwen3_next", "qwen3_5_moe", "phimoe", "granite_hybrid", "nemotron_h", "kimi_linear"),
+)
+
+
+def steps(model, sequences):
+    """The logits of all tokens, in chunks that cut sequences."""
+    session, left = Session(model, sequences), [len(s) for s in sequences]
+    parts = []
+    while any(left):
+        counts = [min(count, 7) for count in left]
+        parts += session.advance(counts)
+        left = [count - taken for count, taken in zip(left, counts, strict=True)]
+    return parts
+
+
+@pytest.mark.parametrize("arch", [*DENSE, *OTHERS])
+def test_every_architecture_gives_the_bits_of_one_stage(tmp_path, arch):
+    weights = write_tiny(tmp_path, arch).state_dict()
+    config = ModelConfig.from_directory(tmp_path)
+    sequences = prompts(config.vocab_size)
+    check_tables(build_tables(config, 2, stages=2))
+
+    def work(tp, stage=None):
+        model = loaded(config, tp, weights, stage=stage)
+        return steps(model, sequences), sum(p.numel() for p in model.parameters())
+
+    [(wanted, whole)] = run_ranks(1, work)
+    (first, here), (second, there) = run_stages(2, 1, work)
+    assert all(torch.equal(a, b) for a, b in zip(first, wanted, strict=True))
+    assert not sum(logits.numel() for logits in second)
+    assert here + there == whole
+    assert 0 < there < whole
+
+
+@pytest.mark.parametrize("layout", ["plain", "tiles"])
+def test_more_stages_of_several_ranks_give_the_bits_of_one_such_stage(tmp_path, layout):
+    weights = write_tiny(tmp_path, "qwen3", tied=True, num_layers=5, dtype=torch.bfloat16)
+    weights = weights.state_dict()
+    config = ModelConfig.from_directory(tmp_path)
+    sequences, blocks = prompts(config.vocab_size), []
+
+    def work(tp, stage=None):
+        model = loaded(config, tp, weights, torch.bfloat16, layout, stage=stage)
+        found = steps(model, sequences)
+        blocks.append(model.native_blocks is not None)
+        return found
+
+    wanted = run_ranks(2, work)[0]
+    for count in (2, 3, 5):
+        first, *others = run_stages(count, 2, work)
+        assert all(torch.equal(a, b) for a, b in zip(first, wanted, strict=True))
+        assert len(others) == 2 * count - 1
+    assert set(blocks) == {layout == "tiles"}
+
+
+def test_layers_are_dealt_out_evenly_the_first_stage_having_the_fewest():
+    for total, count in ((7, 3), (22, 4), (5, 5), (61, 8)):
+        held = [Stage(index, count).layers(total) for index in range(count)]
+        assert [layer for layers in held for layer in layers] == list(range(total))
+        sizes = [len(layers) for layers in held]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes[0] == min(sizes)
+
+
+def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
+    write_tiny(tmp_path, "llama")
+    config = ModelConfig.from_directory(tmp_path)
+    few = f"pipeline_parallel_size=9: LlamaForCausalLM has {config.num_layers} layers"
+    with pytest.raises(ConfigError, match=few):
+        build_tables(config, 1, stages=9)
+    write_tiny(tmp_path, "deepseek_v32")
+    config = ModelConfig.from_directory(tmp_path)
+    with pytest.raises(ConfigError, match="has an index of tokens that layers share"):
+        build_tables(config, 1, stages=2)
