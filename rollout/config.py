@@ -510,8 +510,6 @@ class EngineConfig:
         refused = {
             "components": bool(self.components),
             "max_adapters": bool(self.max_adapters),
-            f"quantization={self.quantization!r}": self.quantization not in ("none", "auto"),
-            f"cuda_graphs={self.cuda_graphs!r}": self.cuda_graphs not in ("auto", "off"),
             "executor='external'": self.executor == "external",
         }
         if found := [name for name, is_so in refused.items() if is_so]:

@@ -74,6 +74,7 @@ from rollout.errors import (
 from rollout.generation import Request
 from rollout.generation.metrics import EngineCounters, EngineStats
 from rollout.loader import complete_save, portable
+from rollout.models.build import check_stages
 from rollout.models.config.model import ModelConfig
 from rollout.weight_sync.protocol.messages import IN_FLIGHT
 from rollout.wire.frames import Reply, dtype_from_name
@@ -141,6 +142,7 @@ class EngineCore:
         self.config = config = found.settled(config)
         self.model_config = found.config
         self.model_config.check_tensor_parallel(config.tensor_parallel_size, config.expert_parallel)
+        check_stages(self.model_config, config.pipeline_parallel_size)
         # What cannot be served is refused before any rank starts.
         served_length(config, self.model_config.max_position_embeddings)
         self.tokenizer = found.load_tokenizer(config)

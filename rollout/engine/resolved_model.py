@@ -121,7 +121,7 @@ def _check_draft(config: EngineConfig, name: str, directory: Path, own: Tokenize
 
 def _holds_quantized(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether weights of this model can be held in fewer bits, under these settings."""
-    if model.hf_values is not None or config.deterministic or config.pipeline_parallel_size > 1:
+    if model.hf_values is not None or config.deterministic:
         return False
     if model.quantization != MXFP4.name or model.moe is None or config.expert_parallel:
         return True

@@ -12,6 +12,7 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel, check_dtype, choose_device
+from rollout.distributed.stage import Stage
 from rollout.engine.memory import available_bytes, total_bytes
 from rollout.engine.memory_plan import (
     KVSize,
@@ -122,7 +123,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     error that starting the engine would raise, or ``WeightMismatch`` naming the tensors that are
     missing, unknown or misshapen.
     """
-    device, ranks = choose_device(config.device), config.tensor_parallel_size
+    device, ranks = choose_device(config.device), config.num_ranks
     check_graphs(config, device)
     found = ResolvedModel.of(config)
     config = found.settled(config)
@@ -164,7 +165,10 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
         "adapter_bytes": adapters,
         "kv_block_bytes": kv.block_bytes,
         "kv_groups": kv.told_groups,
-        "state_slot_bytes": StateShape.of(model, ranks, dtype).slot_bytes,
+        "state_slot_bytes": max(
+            StateShape.of(model, config.tensor_parallel_size, dtype, stage).slot_bytes
+            for stage in _stages(config)
+        ),
         "device": str(device),
     }
     size = size_kv(config, model.max_position_embeddings, [rank] * ranks)
@@ -188,7 +192,7 @@ def _examined(
     return Examined(
         architecture=model.architecture,
         served=_served(model),
-        ranks=config.tensor_parallel_size,
+        ranks=config.num_ranks,
         dtype=dtype_name(dtype),
         tables=tuple(tables),
         num_tensors=len(tables[0].slots),
@@ -266,7 +270,7 @@ class _Beside:
 def _pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, beside: Mapping[str, _Beside]
 ) -> KVCache:
-    """Without its memory."""
+    """Of the rank with the largest, without its memory."""
     ranks, block_size = config.tensor_parallel_size, config.block_size
     draft, device, reads = None, torch.device("meta"), None
     if config.draft_component is not None:
@@ -274,11 +278,20 @@ def _pages(
         reads = drafting.reads if isinstance(drafting, PredictionHead) else None
         shape = KVShape.of_draft(drafting.config, ranks, block_size, dtype, config.kv_cache_dtype)
         draft = KVCache(shape, device)
-    shape = KVShape.of(
-        model, ranks, block_size, dtype, _sparse_layers(model), config.kv_cache_dtype,
-        hidden_layers=reads,
-    )  # fmt: skip
-    return KVCache(shape, device, draft=draft)
+    shapes = [
+        KVShape.of(
+            model, ranks, block_size, dtype, _sparse_layers(config, model), config.kv_cache_dtype,
+            hidden_layers=reads, stage=stage,
+        )
+        for stage in _stages(config)
+    ]  # fmt: skip
+    largest = max(shapes, key=lambda shape: shape.block_bytes)
+    return KVCache(largest, device, draft=draft)
+
+
+def _stages(config: EngineConfig) -> list[Stage]:
+    count = config.pipeline_parallel_size
+    return [Stage(index, count) for index in range(count)]
 
 
 def _tokenizer(found: Tokenizer | None) -> str:
@@ -299,10 +312,10 @@ def _positions(model: ModelConfig, longest: int) -> str:
     )
 
 
-def _sparse_layers(model: ModelConfig) -> int:
+def _sparse_layers(config: EngineConfig, model: ModelConfig) -> int:
     """How many layers have experts whose numbers are kept with the tokens."""
     moe = model.moe if model.hf_values is None else None
-    if moe is None:
+    if moe is None or config.pipeline_parallel_size > 1:
         return 0
     if model.arch.lone:
         return sum(layer.feeds == "moe" for layer in model.layers[: model.num_layers])
@@ -320,6 +333,7 @@ def _tables(
         config.tensor_parallel_size,
         dtype,
         config.weight_layout,
+        stages=config.pipeline_parallel_size,
         max_model_len=config.max_model_len,
         expert_parallel=config.expert_parallel,
         deterministic=config.deterministic,

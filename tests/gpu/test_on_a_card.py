@@ -498,6 +498,25 @@ def test_two_ranks_give_what_one_gives(tiny_qwen3: Path, trained: Any) -> None:
             assert greedy_tokens(two) == wanted
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs a card for each rank")
+def test_two_stages_give_what_one_gives(tmp_path: Path) -> None:
+    """With captured steps that are handed on, and without, before and after an update."""
+    sizes = {"num_layers": 2, "vocab_size": 96, "intermediate_size": 64}
+    write_tiny(tmp_path, "qwen3", dtype=torch.float32, **sizes)
+    changed = {name: x * 1.5 for name, x in plain_model(tmp_path).state_dict().items()}
+    told = []
+    for settings in (
+        {"device": "cpu"},
+        *({"pipeline_parallel_size": 2, "cuda_graphs": graphs} for graphs in ("on", "off")),
+    ):
+        with card_engine(tmp_path, cuda_graph_prefill=16, **settings) as engine:
+            told.append([greedy_tokens(engine)])
+            engine.update_weights(changed)
+            told[-1].append(greedy_tokens(engine))
+    assert told[0] == told[1] == told[2]
+    assert told[0][0] != told[0][1]
+
+
 # A process of a job whose ranks are one engine's, each on its own card.
 RANK = """
 import json, sys, torch, torch.distributed as dist

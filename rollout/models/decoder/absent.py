@@ -10,9 +10,10 @@ from torch import nn
 
 from rollout.models.layers.base import Build, Layer
 from rollout.models.weight_io.table import DeclaresWeights
-from rollout.weights import Box, WeightSlot
+from rollout.weights import PLAIN, Box, WeightSlot
 
-NOTHING = "nothing"  # its one parameter, of no elements
+# Parameters of no elements: of the tensors that are held as they are, and as codes.
+_WHOLE, _CODES = "absent", "absent_codes"
 
 
 class Absent(Layer):
@@ -23,20 +24,33 @@ class Absent(Layer):
     def __init__(self, build: Build, make: Callable[[Build], nn.Module]) -> None:
         super().__init__(build)
         self._away = (make(replace(build, device=torch.device("meta"))),)  # no submodule
-        self.declare(NOTHING, (0,))
+        self.declare(_WHOLE, (0,))
+        if (scheme := build.quantization) is not None:
+            self.declare_quantized(_CODES, (0, scheme.columns or scheme.per_byte), PLAIN, scheme)
 
     def slots(self, prefix: str) -> list[WeightSlot]:
         found: dict[str, WeightSlot] = {}
         for name, module in self._away[0].named_modules(prefix=prefix):
-            if isinstance(module, DeclaresWeights):
-                for slot in module.slots(name):
-                    zeros = (0,) * len(slot.shape)
-                    none, place = Box(zeros, zeros), f"{prefix}.{NOTHING}"
-                    put = Box((0,), (0,))
-                    found[slot.source] = WeightSlot(slot.source, slot.shape, none, place, put)
+            if not isinstance(module, DeclaresWeights):
+                continue
+            for slot in module.slots(name):
+                # A slot may fill a parameter of a module beside the one that tells of it.
+                owner, _, held = slot.param.rpartition(".")
+                beside = self._away[0].get_submodule(owner.removeprefix(prefix).removeprefix("."))
+                coded = isinstance(beside, Layer) and beside.specs[held].scheme is not None
+                param = _CODES if coded else _WHOLE
+                rank = len(self.specs[param].shape)
+                found[slot.source] = replace(
+                    slot, take=_none(len(slot.shape)), param=f"{prefix}.{param}", put=_none(rank)
+                )
         return list(found.values())
 
 
 def of_first_stage(build: Build, make: Callable[[Build], nn.Module]) -> nn.Module:
     """What ``make`` builds, on the ranks of the first stage."""
     return make(build) if build.stage.is_first else Absent(build, make)
+
+
+def _none(rank: int) -> Box:
+    zeros = (0,) * rank
+    return Box(zeros, zeros)

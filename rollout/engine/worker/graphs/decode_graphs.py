@@ -40,10 +40,9 @@ def padded_sizes(largest: int) -> tuple[int, ...]:
 def wants_graphs(config: EngineConfig, device: torch.device, own_model: bool) -> bool:
     """Whether decode steps are to be captured; ``own_model``: the class is one of this package's.
 
-    A model from elsewhere may do what no graph can hold, so "auto" leaves it alone; and steps that
-    are handed from stage to stage.
+    A model from elsewhere may do what no graph can hold, so "auto" leaves it alone.
     """
-    if device.type != "cuda" or config.cuda_graphs == "off" or config.pipeline_parallel_size > 1:
+    if device.type != "cuda" or config.cuda_graphs == "off":
         return False
     from rollout.kernels.gpu_support import triton_runs
 
