@@ -31,6 +31,7 @@ def _words(ours: str | tuple[str, Any]) -> tuple[str, ...]:
 SAME: Mapping[str, tuple[str, ...]] = {
     **{as_flag(theirs): _words(ours) for theirs, ours in ENGINE.same.items()},
     "-tp": ("--tensor-parallel-size",),
+    "-pp": ("--pipeline-parallel-size",),
     "-q": ("--quantization",),
     "--api-key": ("--token",),
     "--ssl-certfile": ("--tls-cert",),
@@ -46,7 +47,7 @@ def _flag(name: str) -> str:
     return as_flag(name.removesuffix("s") if name in _LISTS else name)
 
 
-_SHORT = {"-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
+_SHORT = {"-dp": "data_parallel_size"}
 REFUSED: Mapping[str, str] = {
     flag: ENGINE.why_refused(name, _flag) or ""
     for flag, name in [*((as_flag(name), name) for name in ENGINE.refused), *_SHORT.items()]

@@ -153,11 +153,12 @@ def test_the_spellings_of_others_mean_ours() -> None:
     assert not ours & {*SAME, *REFUSED}
     assert {words[0] for words in SAME.values()} <= ours
     for command in ("serve", "generate", "bench", "check"):
-        words = "m -tp 2 --max-running-requests=8 --enforce-eager --dtype half --random-seed 7 "
+        words = "m -tp 2 -pp=3 --max-running-requests=8 --enforce-eager --dtype half --random-seed 7 "
         words += "--mem-fraction-static 0.8"
         args = make_parser().parse_known([command, *words.split(), "--context-length", "64"])
         config = engine_config(args, model="m")
-        assert (config.tensor_parallel_size, config.max_num_seqs, config.seed) == (2, 8, 7)
+        sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+        assert (*sizes, config.max_num_seqs, config.seed) == (2, 3, 8, 7)
         assert config.gpu_memory_utilization == 0.8
         assert (config.cuda_graphs, config.dtype, config.max_model_len) == ("off", "float16", 64)
     words = "serve --model m --api-key k --ssl-certfile c --ssl-keyfile=k --dtype=float"
@@ -237,7 +238,6 @@ def test_a_sampling_parameter_without_a_flag_is_told_where_it_is(run: Run, tiny:
     ("flag", "ours"),
     [
         ("--cpu-offload-gb=1", "--staging"),
-        ("-pp", "there is no pipeline parallelism: use --tensor-parallel-size"),
         ("--data-parallel-size", "rollout serve --replicas N"),
         ("--runner", "--task classify"),
         ("--enable-log-requests", "requests are not logged; --journal DIR"),

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: the logits of one stage, bit for bit, and tables that are whole together."""
+"""Stages of a pipeline: the logits of one stage, bit for bit, and tables whole together."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tiny_models import DENSE, write_tiny
 
 from rollout.distributed.stage import Stage
 from rollout.errors import ConfigError
-from rollout.models.build import build_model, build_tables
+from rollout.models.build import build_tables
 from rollout.models.config.model import ModelConfig
 from rollout.models.weight_io.table import check_tables
 
