@@ -40,7 +40,7 @@ from rollout.generation import NAN_LOGITS, RequestOutput, SamplingParams
 from rollout.generation.all_layers import of_all_layers
 from rollout.integrations.teacher_rows import teacher_rows
 from rollout.integrations.verl_checkpoint import NAME, drain, pulled, server_name
-from rollout.integrations.verl_section import check_section, engine_settings
+from rollout.integrations.verl_section import check_section, engine_settings, replica_ranks
 
 
 class Server:
@@ -232,7 +232,7 @@ class Server:
 
 
 class Replica(RolloutReplica):  # type: ignore[misc]
-    """Starts one ``Server`` on the node of its first worker; tensor parallel within that node."""
+    """Starts one ``Server`` on the node of its first worker; all ranks on that node."""
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         check_section(config)
@@ -246,7 +246,8 @@ class Replica(RolloutReplica):  # type: ignore[misc]
         if self.nnodes > 1:
             raise ConfigError(
                 f"a replica of {self.world_size} ranks spans {self.nnodes} nodes: this engine's "
-                "ranks are on one; lower tensor_model_parallel_size"
+                "ranks are on one; lower tensor_model_parallel_size, or "
+                "pipeline_model_parallel_size"
             )
 
     async def sleep(self) -> None:
@@ -303,7 +304,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         check_section(self.config)
-        size = self.config.tensor_model_parallel_size
+        size = replica_ranks(self.config)
         rank = int(os.environ.get("RANK", "0"))
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % size == 0

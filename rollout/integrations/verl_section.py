@@ -11,13 +11,13 @@ from rollout.integrations.verl_checkpoint import NAME
 
 def check_section(config: Any) -> None:
     """Refuses what no replica can be or do."""
-    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
-        if (size := getattr(config, name, 1)) > 1:  # verl passes DictConfigs, too
-            raise ConfigError(
-                f"rollout.{name}={size}: a replica of this engine is tensor parallel alone; leave "
-                f"{name} at 1, and set tensor_model_parallel_size to the GPUs that one copy of the "
-                "model needs: verl starts as many replicas as there are GPUs for"
-            )
+    if (size := getattr(config, "data_parallel_size", 1)) > 1:  # verl passes DictConfigs, too
+        raise ConfigError(
+            f"rollout.data_parallel_size={size}: a replica of this engine holds one copy of the "
+            "model; leave it at 1, and set tensor_model_parallel_size (times "
+            "pipeline_model_parallel_size) to the GPUs that one copy needs: verl starts as many "
+            "replicas as there are GPUs for"
+        )
     mode = getattr(config, "logprobs_mode", None)
     if mode not in (None, "raw_logprobs", "processed_logprobs"):
         raise ConfigError(
@@ -32,10 +32,17 @@ def check_section(config: Any) -> None:
         )
 
 
+def replica_ranks(config: Any) -> int:
+    """How many workers of verl's have one replica."""
+    stages: int = getattr(config, "pipeline_model_parallel_size", 1)
+    return int(config.tensor_model_parallel_size) * stages
+
+
 def engine_settings(config: Any, longest: int) -> dict[str, Any]:
     """``EngineConfig`` of verl's rollout section; ``engine_kwargs.rollout`` has the last word."""
     settings = {
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_parallel_size": getattr(config, "pipeline_model_parallel_size", 1),
         "expert_parallel": (config.expert_parallel_size or 1) > 1,
         "quantization": config.quantization,
         "dtype": config.dtype,

@@ -153,8 +153,8 @@ def test_the_spellings_of_others_mean_ours() -> None:
     assert not ours & {*SAME, *REFUSED}
     assert {words[0] for words in SAME.values()} <= ours
     for command in ("serve", "generate", "bench", "check"):
-        words = "m -tp 2 -pp=3 --max-running-requests=8 --enforce-eager --dtype half --random-seed 7 "
-        words += "--mem-fraction-static 0.8"
+        words = "m -tp 2 -pp=3 --max-running-requests=8 --enforce-eager --dtype half "
+        words += "--random-seed 7 --mem-fraction-static 0.8"
         args = make_parser().parse_known([command, *words.split(), "--context-length", "64"])
         config = engine_config(args, model="m")
         sizes = config.tensor_parallel_size, config.pipeline_parallel_size

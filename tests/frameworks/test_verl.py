@@ -107,16 +107,16 @@ def test_a_replica_serves_verls_client_and_takes_its_weights(replicas: dict[str,
     assert got["last"]["extra_fields"]["global_steps"] == 12
     # What no replica can be is refused by every part of verl's that is made with it.
     unfit = got["unfit"]
-    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
-        assert f"rollout.{name}=2: " in unfit[name]
-        assert "set tensor_model_parallel_size to the GPUs" in unfit[name]
-        assert unfit[f"worker's {name}"] == unfit[name]
+    assert "rollout.data_parallel_size=2: " in unfit["copies"]
+    assert "pipeline_model_parallel_size) to the GPUs that one copy needs" in unfit["copies"]
+    assert unfit["worker's copies"] == unfit["copies"]
     assert "a replica of 4 ranks spans 2 nodes" in unfit["nodes"]
     assert "set reward.reward_model.rollout.name=vllm or sglang" in unfit["reward"]
     assert "rollout.logprobs_mode=raw_logits: " in unfit["logits"]
     assert "qat.enable=False" in unfit["qat"]
     assert unfit["fits"] is None
     assert got["followed"] == {
+        "pipeline_parallel_size": [1, 3],
         "expert_parallel": [False, True],
         "quantization": [None, "fp8"],
         "max_num_batched_tokens": [256, 64],

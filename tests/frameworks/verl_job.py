@@ -63,12 +63,8 @@ def refused(kind="replica", said=config, **arguments):
 
 def unfit():
     of_several = replace(config, tensor_model_parallel_size=4)
-    shaped = {
-        name: replace(config, **{name: 2})
-        for name in ("data_parallel_size", "pipeline_model_parallel_size")
-    }
-    found = {name: refused(said=said) for name, said in shaped.items()}
-    found |= {f"worker's {name}": refused("worker", said) for name, said in shaped.items()}
+    copies = replace(config, data_parallel_size=2)
+    found = {"copies": refused(said=copies), "worker's copies": refused("worker", copies)}
     found["nodes"] = refused(said=of_several, gpus_per_node=2)
     found["logits"] = refused(said=replace(config, logprobs_mode="raw_logits"))
     found["qat"] = refused(said=replace(config, qat={"enable": True}))
@@ -78,7 +74,8 @@ def unfit():
 def followed():
     """What of verl's section the engine is told beside what the course shows."""
     said = replace(
-        config, tensor_model_parallel_size=2, expert_parallel_size=2, quantization="fp8",
+        config, tensor_model_parallel_size=2, pipeline_model_parallel_size=3,
+        expert_parallel_size=2, quantization="fp8",
         max_num_batched_tokens=64, full_determinism=True, enforce_eager=True,
         cudagraph_capture_sizes=[1, 8],
         mtp=MtpConfig(enable=True, enable_rollout=True, num_speculative_tokens=3),
@@ -86,6 +83,7 @@ def followed():
     return {
         name: [engine_settings(one, 480).get(name) for one in (config, said)]
         for name in (
+            "pipeline_parallel_size",
             "expert_parallel",
             "quantization",
             "max_num_batched_tokens",
