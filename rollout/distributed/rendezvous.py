@@ -374,6 +374,14 @@ class Board:
         return self._read
 
     def close(self) -> None:
+        """Leave, once all that was written has been read: a socket that is closed on lines of
+        others, which came meanwhile, takes back what it has sent.
+        """
+        self._sock.settimeout(_SEND_LIMIT)
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            while self._sock.recv(1 << 16):
+                pass
         self._sock.close()
 
     def _gone(self) -> TransferFailed:

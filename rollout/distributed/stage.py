@@ -34,10 +34,15 @@ class Stage:
     index: int = 0
     count: int = 1
     links: dict[int, Any] = field(default_factory=dict)
+    _under_way: list[tuple[Any, Tensor]] = field(default_factory=list)
 
     @property
     def is_first(self) -> bool:
         return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
 
     def rank(self, tp: TensorParallel) -> int:
         """The number of a rank of this stage among all ranks."""
@@ -69,21 +74,29 @@ class Stage:
                 self.links[giver] = join(pair, rank, f"stage-{giver}-{at}")
 
     def give(self, *tensors: Tensor) -> None:
-        """Send to the stage behind this one, which takes as many in the same order."""
-        self._bring(self.index, tensors)
+        """Send to the stage behind this one, which takes as many in the same order. They are to be
+        left as they are until ``settle``: the other stage may be busy until then.
+        """
+        self._under_way += [self._bring(self.index, tensor) for tensor in tensors if tensor.numel()]
 
     def take(self, *tensors: Tensor) -> None:
         """Receive from the stage before this one, into ``tensors``."""
-        self._bring((self.index - 1) % self.count, tensors)
+        for tensor in tensors:
+            if tensor.numel():
+                self._bring((self.index - 1) % self.count, tensor)[0].wait()
 
-    def _bring(self, giver: int, tensors: tuple[Tensor, ...]) -> None:
+    def settle(self) -> None:
+        """Wait until all that was given has been sent."""
+        under_way, self._under_way = self._under_way, []
+        for work, _ in under_way:
+            work.wait()
+
+    def _bring(self, giver: int, tensor: Tensor) -> tuple[Any, Tensor]:
         """A broadcast in a group of two: its communicator is there before the first step, where
         NCCL makes one for a pair that sends when it first does.
         """
-        for tensor in tensors:
-            if tensor.numel():
-                assert tensor.is_contiguous()
-                self.links[giver].broadcast(tensor.view(torch.uint8), 0).wait()
+        assert tensor.is_contiguous()
+        return self.links[giver].broadcast(tensor.view(torch.uint8), 0), tensor
 
 
 def place_of(rank: int, tp_size: int, stages: int) -> tuple[TensorParallel, Stage]:

@@ -17,10 +17,11 @@ from rollout.models.config.layer import RopeConfig
 from rollout.models.decoder.absent import Absent, of_first_stage
 from rollout.models.decoder.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
 from rollout.models.decoder.chunks import within_chunks
+from rollout.models.decoder.handed_on import HandedOn
 from rollout.models.decoder.kv_groups import kv_groups
 from rollout.models.decoder.moe import SparseMoE
 from rollout.models.decoder.native_blocks import NativeBlocks
-from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV
+from rollout.models.forward import ChosenTokens, ForwardBatch, LayerKV, RoutedExperts
 from rollout.models.layers.base import Build
 from rollout.models.layers.embedding import Head, VocabParallel
 from rollout.models.layers.rotary import Rotary
@@ -65,9 +66,11 @@ class CausalLM(Model):
             self.make_block(build, index) if index in held else self._absent(build, index)
             for index in range(config.num_layers)
         ])  # fmt: skip
-        blocks = list(self.model.layers)
+        blocks = [away.away if isinstance(away, Absent) else away for away in self.model.layers]
         if all(type(block) in (DecoderBlock, LoneBlock) for block in blocks):
             self.sparse_layers = tuple(map(_is_sparse, blocks))
+        in_stages = build.stage.count > 1
+        self.handed_on = HandedOn(build, self.sparse_layers) if in_stages else None
         self.score = of_first_stage(build, ScoreHead) if config.labels else None
         headless = config.tied or self.score is not None
         self.lm_head = None if headless else of_first_stage(build, Head)
@@ -126,50 +129,82 @@ class CausalLM(Model):
     @torch.no_grad()
     def hidden_states(self, batch: ForwardBatch, kv: Sequence[LayerKV]) -> Tensor:
         """[rows, hidden size] of ``batch.logit_rows``, after the last norm; as ``forward``. Of
-        other stages than the first whatever its layers made of them.
+        other stages than the first nothing that is of use.
         """
+        if self.handed_on is not None:
+            return self.in_turn((batch,), kv)
         if self.adapters is not None:
             self.adapters.begin_step(self, batch)
-        if self.build.config.indexed_layers:
-            batch = replace(batch, chosen=ChosenTokens())
-        cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
-        stage, rows, kept = self.build.stage, batch.logit_rows, batch.hidden_pages
-        residual: Tensor | None = None
-        if stage.is_first:
-            x = self.embedded(batch.input_ids)
-        else:
-            x, residual = self._taken(len(batch.input_ids))
-        visual = batch.visual
+        experts, visual = RoutedExperts.of(batch), batch.visual
+        x = self.embedded(batch.input_ids)
         if visual is not None:
             x = x.index_copy(0, visual.rows, visual.features[:, 0])
-        alone = visual is None or visual.features.shape[1] == 1  # nothing comes between blocks
-        alone &= batch.adapter_rows is None  # nor behind their linears
-        if alone and self.native_blocks is not None and not are_watched():
-            x, residual = self.native_blocks(x, *cos_sins[0], batch, kv, residual)
-        else:
-            by_layer = [cos_sins[i] for i in self.rotary_of]
-            x, residual = self.model(x, by_layer, self._of_layers(batch, kv), kv, residual)
-        if stage.count > 1:
-            whole = stage.index < stage.count - 1
-            stage.give(*(each.contiguous() if whole else each[rows] for each in (x, residual)))
-            if not stage.is_first:
-                return x[rows]
-            x, residual = self._taken(len(rows))
-            return self.model.last_norm.add(x, residual)[0]
+        x, residual = self._through_blocks(batch, kv, x, None, experts)
+        if experts is not None:
+            batch.keep_experts(experts.chosen)
+        rows, kept = batch.logit_rows, batch.hidden_pages
         if kept is None or kept.layers:
             return self.model.last_norm.add(x[rows], residual[rows])[0]
         x, _ = self.model.last_norm.add(x, residual)
         kept.keep(batch, x)
         return x[rows]
 
-    def _taken(self, count: int) -> tuple[Tensor, Tensor]:
-        """[count, hidden] of the stage before: what its last block made, and the residual sum."""
-        size = count, self.config.hidden_size
-        x, residual = (
-            torch.empty(size, dtype=self.build.dtype, device=self.build.device) for _ in range(2)
+    @torch.no_grad()
+    def in_turn(self, parts: Sequence[ForwardBatch], kv: Sequence[LayerKV]) -> Tensor:
+        """``hidden_states`` over the stages of a pipeline, of the parts of a step one behind the
+        other: while a stage runs one of them, the one before it runs the next.
+        """
+        assert self.handed_on is not None, "of a model in stages"
+        stage, of_first = self.build.stage, list[Tensor | None]()
+        for batch in parts:
+            if self.adapters is not None:
+                self.adapters.begin_step(self, batch)
+            tokens = len(batch.input_ids)
+            residual, chosen = None, None
+            if stage.is_first:
+                x = self.embedded(batch.input_ids)
+            else:
+                x, residual, chosen = self.handed_on.take(tokens, tokens)
+            experts = self.handed_on.experts(batch)
+            x, residual = self._through_blocks(batch, kv, x, residual, experts)
+            here = None if experts is None else experts.chosen
+            if stage.is_first:
+                of_first.append(here)
+                here = None
+            self.handed_on.give(batch, x, residual, chosen, here)
+        if not stage.is_first:
+            stage.settle()
+            return x.new_empty(sum(len(batch.logit_rows) for batch in parts), x.shape[1])
+        states = []
+        for batch, here in zip(parts, of_first, strict=True):
+            x, residual, chosen = self.handed_on.take(len(batch.logit_rows), len(batch.input_ids))
+            batch.keep_experts(here, chosen)
+            states.append(self.model.last_norm.add(x, residual)[0])
+        stage.settle()
+        return states[0] if len(states) == 1 else torch.cat(states)
+
+    def _through_blocks(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[LayerKV],
+        x: Tensor,
+        residual: Tensor | None,
+        experts: RoutedExperts | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As ``Decoder``, by the native code where that is made for all of it."""
+        if self.build.config.indexed_layers:
+            batch = replace(batch, chosen=ChosenTokens())
+        cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
+        visual = batch.visual
+        alone = visual is None or visual.features.shape[1] == 1  # nothing comes between blocks
+        alone &= batch.adapter_rows is None  # nor behind their linears
+        if alone and self.native_blocks is not None and not are_watched():
+            return self.native_blocks(x, *cos_sins[0], batch, kv, residual)
+        by_layer = [cos_sins[i] for i in self.rotary_of]
+        found: tuple[Tensor, Tensor] = self.model(
+            x, by_layer, self._of_layers(batch, kv), kv, residual, experts
         )
-        self.build.stage.take(x, residual)
-        return x, residual
+        return found
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Token ids [T] -> [T, hidden], times their factor; one all-reduce."""

@@ -86,11 +86,39 @@ class ForwardBatch:
     lasting_slots: Tensor | None = None  # [tokens] int64, of whole tokens, if not ``slot_mapping``
     before: Tensor | None = None  # [tokens, hidden size]: what a prediction head reads
 
+    def part(self, start: int, stop: int) -> ForwardBatch:
+        """Of a batch on the CPU in which nothing is seen or adapted: its tokens ``start:stop``, and
+        of ``logit_rows`` those among them, in their order. What comes before has to run first.
+        """
+        ends = self.query_starts[1:].clamp(start, stop)
+        starts = self.query_starts[:-1].clamp(start, stop)
+        held = ends > starts
+        cut = (self.query_starts[1:] - ends).clamp(min=0)  # tokens that come in a later part
+        rows, state_slots, forced = self.logit_rows, self.state_slots, self.forced_experts
+        return replace(
+            self,
+            input_ids=self.input_ids[start:stop],
+            positions=self.positions[..., start:stop],
+            slot_mapping=self.slot_mapping[..., start:stop],
+            query_starts=torch.cat((starts[held], ends[-1:])) - start,
+            context_lens=(self.context_lens - cut)[held],
+            block_tables=self.block_tables[..., held, :],
+            logit_rows=rows[(rows >= start) & (rows < stop)] - start,
+            forced_experts=None if forced is None else forced[start:stop],
+            state_slots=None if state_slots is None else state_slots[held],
+        )
+
     @property
     def token_slots(self) -> Tensor:
         """[tokens] int64: of what is kept of whole tokens."""
         slots = self.slot_mapping if self.lasting_slots is None else self.lasting_slots
         return slots if slots.dim() == 1 else slots[-1]
+
+    def keep_experts(self, *chosen: Tensor | None) -> None:
+        """Write what tokens were routed to, by some layers and those behind them, to the pages."""
+        told, pages = [each for each in chosen if each is not None], self.expert_pages
+        if pages is not None and told:
+            pages[self.token_slots] = torch.cat([each.to(pages.dtype) for each in told], 1)
 
     def of_group(self, group: int) -> ForwardBatch:
         """As the layers of one of several groups see it; the last keeps every position."""
@@ -103,31 +131,34 @@ class ForwardBatch:
 
 
 class RoutedExperts:
-    """The experts of one forward pass, handed from one layer that has some to the next."""
+    """The experts of one forward pass, handed from one layer that has some to the next.
 
-    def __init__(self, batch: ForwardBatch) -> None:
-        self._forced, self._chosen = batch.forced_experts, list[Tensor]()
+    ``before``: of a stage of a pipeline, how many such layers others have that come first.
+    """
+
+    def __init__(self, forced: Tensor | None, before: int = 0) -> None:
+        self._forced, self._before, self._chosen = forced, before, list[Tensor]()
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> RoutedExperts | None:
         """None where nobody tells experts, or asks for them."""
         wanted = batch.forced_experts is not None or batch.expert_pages is not None
-        return cls(batch) if wanted else None
+        return cls(batch.forced_experts) if wanted else None
 
     @property
     def forced(self) -> Tensor | None:
         """[tokens, experts of a token] int64 of the next layer, -1 where its router chooses."""
-        return None if self._forced is None else self._forced[:, len(self._chosen)].long()
+        layer = self._before + len(self._chosen)
+        return None if self._forced is None else self._forced[:, layer].long()
 
     def add(self, chosen: Tensor) -> None:
         """What the next layer's tokens were routed to, [tokens, experts of a token]."""
         self._chosen.append(chosen)
 
-    def write(self, batch: ForwardBatch) -> None:
-        """Those of all layers to their pages."""
-        pages = batch.expert_pages
-        if pages is not None:
-            pages[batch.token_slots] = torch.stack(self._chosen, 1).to(pages.dtype)
+    @property
+    def chosen(self) -> Tensor | None:
+        """Those of all layers here, [tokens, layers, experts of a token]; None: there are none."""
+        return torch.stack(self._chosen, 1) if self._chosen else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,7 @@ def _pages(
         draft = KVCache(shape, device)
     shapes = [
         KVShape.of(
-            model, ranks, block_size, dtype, _sparse_layers(config, model), config.kv_cache_dtype,
+            model, ranks, block_size, dtype, _sparse_layers(model), config.kv_cache_dtype,
             hidden_layers=reads, stage=stage,
         )
         for stage in _stages(config)
@@ -312,10 +312,10 @@ def _positions(model: ModelConfig, longest: int) -> str:
     )
 
 
-def _sparse_layers(config: EngineConfig, model: ModelConfig) -> int:
+def _sparse_layers(model: ModelConfig) -> int:
     """How many layers have experts whose numbers are kept with the tokens."""
     moe = model.moe if model.hf_values is None else None
-    if moe is None or config.pipeline_parallel_size > 1:
+    if moe is None:
         return 0
     if model.arch.lone:
         return sum(layer.feeds == "moe" for layer in model.layers[: model.num_layers])

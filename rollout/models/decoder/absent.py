@@ -28,15 +28,20 @@ class Absent(Layer):
         if (scheme := build.quantization) is not None:
             self.declare_quantized(_CODES, (0, scheme.columns or scheme.per_byte), PLAIN, scheme)
 
+    @property
+    def away(self) -> nn.Module:
+        """The module, on ``meta``."""
+        return self._away[0]
+
     def slots(self, prefix: str) -> list[WeightSlot]:
         found: dict[str, WeightSlot] = {}
-        for name, module in self._away[0].named_modules(prefix=prefix):
+        for name, module in self.away.named_modules(prefix=prefix):
             if not isinstance(module, DeclaresWeights):
                 continue
             for slot in module.slots(name):
                 # A slot may fill a parameter of a module beside the one that tells of it.
                 owner, _, held = slot.param.rpartition(".")
-                beside = self._away[0].get_submodule(owner.removeprefix(prefix).removeprefix("."))
+                beside = self.away.get_submodule(owner.removeprefix(prefix).removeprefix("."))
                 coded = isinstance(beside, Layer) and beside.specs[held].scheme is not None
                 param = _CODES if coded else _WHOLE
                 rank = len(self.specs[param].shape)

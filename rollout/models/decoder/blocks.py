@@ -247,14 +247,16 @@ class Decoder(nn.Module):
         batches: Sequence[ForwardBatch],
         kv: Sequence[LayerKV],
         residual: Tensor | None = None,
+        experts: RoutedExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The blocks on embeddings [T, hidden], or on what the stage before made of them: the last
         one's output and the ``residual`` sum.
 
-        ``cos_sins``, ``batches``, ``kv``: each layer's.
+        ``cos_sins``, ``batches``, ``kv``: each layer's. ``experts``: as ``RoutedExperts.of`` has
+        them.
         """
         first = batches[0]
-        experts, kept, visual = RoutedExperts.of(first), first.hidden_pages, first.visual
+        kept, visual = first.hidden_pages, first.visual
         told = () if experts is None else (experts,)
         levels = [] if visual is None else list(visual.features[:, 1:].unbind(1))
         each = zip(self.held, cos_sins, batches, kv, strict=True)
@@ -267,6 +269,4 @@ class Decoder(nn.Module):
         assert residual is not None
         if kept is not None:
             kept.keep_before(len(self.held), first, x, residual)
-        if experts is not None:
-            experts.write(first)
         return x, residual
