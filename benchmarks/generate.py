@@ -23,6 +23,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--device", default="auto")
     arguments.add_argument("--tensor-parallel-size", type=int, default=1)
+    arguments.add_argument("--pipeline-parallel-size", type=int, default=1)
     arguments.add_argument("--num-threads", type=int, default=None)
     arguments.add_argument("--weight-layout", default="auto")
     arguments.add_argument("--executor", default="auto")
@@ -43,6 +44,7 @@ def started(args: Namespace) -> Iterator[Generate]:
         dtype=args.dtype,
         device=args.device,
         tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
         num_threads=args.num_threads,
         weight_layout=args.weight_layout,
         executor=args.executor,

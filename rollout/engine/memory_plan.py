@@ -92,7 +92,7 @@ def plan_memory(
     host = config.staging == "host"
     return MemoryPlan(
         weights=weights,
-        staging=_staging_bytes(config, ranks[0]),
+        staging=max(_staging_bytes(config, reply) for reply in ranks),
         undo=_undo_bytes(config, weights),
         kv=size.num_blocks * max(int(reply["kv_block_bytes"]) for reply in ranks),
         states=size.num_states * _slot_bytes(ranks),

@@ -32,6 +32,23 @@ def server(request):
     server.close()
 
 
+def test_what_a_member_wrote_last_is_read_whatever_it_has_not_read_itself(server):
+    """As where several groups meet behind one door, of which others go on talking."""
+    deadline = time.monotonic() + 20
+    with closing(Board(server.info, 0, deadline)) as stays:
+        for turn in range(50):
+            leaves = Board(server.info, 1, deadline)
+            leaves.write(f"first {turn}", b"x")
+            while f"first {turn}" not in stays.look(0.01):
+                assert time.monotonic() < deadline
+            for line in range(20):
+                stays.write(f"{turn} {line}", b"y" * 100)
+            leaves.write(f"last {turn}", b"z")
+            leaves.close()
+            while f"last {turn}" not in stays.look(0.01):
+                assert time.monotonic() < deadline, turn
+
+
 def form(where: Rendezvous) -> None:
     """Three members meet, and something goes from the first to the others."""
     failures: list[BaseException] = []

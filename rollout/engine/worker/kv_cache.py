@@ -75,11 +75,6 @@ class KVShape:
         index = None if model.latent is None else model.latent.index
         stage = stage or Stage()
         paged = stage.own(model.paged_layers, model.num_layers)
-        if not paged:
-            raise ConfigError(
-                f"pipeline_parallel_size={stage.count}: no layer of stage {stage.index} keeps keys "
-                "and values; use fewer stages"
-            )
         states = stage.own(model.recurrent_layers, model.num_layers)
         groups = kv_groups(model)
         return cls(

@@ -50,6 +50,7 @@ from rollout.weights.names import placed
 from rollout.wire.frames import Reply
 
 _THERE = ("visual", "expert_pages", "hidden_pages")  # of a batch, on the device already
+_PART_TOKENS = {"cpu": 64, "cuda": 512}  # of a step's part that keeps a stage busy
 _LOGITS = 32 << 20  # elements of logits that are made at once, of many rows
 
 
@@ -275,6 +276,8 @@ class ModelRunner:
             if drawn is not None:
                 return drawn
         states = self._graphs.hidden_states(model, batch)
+        if states is None and isinstance(policy, CausalLM):
+            states = self._in_parts(policy, batch)
         if isinstance(policy, CausalLM) and (states is not None or count > self._logits_at_once):
             if states is None:
                 states = policy.hidden_states(self._to_device(batch), self.kv.layers)
@@ -290,6 +293,21 @@ class ModelRunner:
             return output
         assert states is not None
         return replace(output, hidden=_summed(states[count:], sums))
+
+    def _in_parts(self, policy: CausalLM, batch: ForwardBatch) -> Tensor | None:
+        """The hidden states of a step that keeps several stages of a pipeline busy at a time, each
+        with another part of its tokens; None where it has too few.
+        """
+        tokens, each = len(batch.input_ids), _PART_TOKENS[self.device.type]
+        count = min(2 * self.stage.count, tokens // each) if self.stage.count > 1 else 1
+        if count < 2 or batch.adapter_rows is not None or self.model_config.labels:
+            return None
+        stops = [tokens * index // count for index in range(count + 1)]
+        parts = [batch.part(start, stop) for start, stop in pairwise(stops)]
+        states = policy.in_turn(list(map(self._to_device, parts)), self.kv.layers)
+        rows = batch.logit_rows  # of those that sample, then others: each in a part of its own
+        order = torch.bucketize(rows, torch.tensor(stops[1:]), right=True).argsort(stable=True)
+        return states[to_device(order.argsort(), self.device)]
 
     def _sampled(
         self, policy: CausalLM, states: Tensor, sampling: SamplingMetadata
