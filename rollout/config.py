@@ -509,7 +509,6 @@ class EngineConfig:
         """What stages of a pipeline do not have."""
         refused = {
             "components": bool(self.components),
-            "max_adapters": bool(self.max_adapters),
             "executor='external'": self.executor == "external",
         }
         if found := [name for name, is_so in refused.items() if is_so]:

@@ -147,7 +147,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
         raise ConfigError(
             f"too little memory for the weights: {mib(taken)} are needed, {mib(free)} are free"
         )
-    adapters = _adapter_bytes(config, policy()) if config.max_adapters else 0
+    adapters = _adapter_bytes(config, found, dtype) if config.max_adapters else 0
     slots = adapters * (ranks if device.type == "cpu" else 1)
     free_then = free - taken - slots
     if free_then < 0:
@@ -347,8 +347,10 @@ def _tables(
     return tables
 
 
-def _model(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> Model:
-    """Of the first rank, without its memory."""
+def _model(
+    config: EngineConfig, found: ResolvedModel, dtype: torch.dtype, stage: Stage | None = None
+) -> Model:
+    """Of the first rank, or of that of a stage, without its memory."""
     return build_model(
         found.config,
         TensorParallel(0, config.tensor_parallel_size),
@@ -357,19 +359,23 @@ def _model(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> Mo
         expert_parallel=config.expert_parallel,
         registry=found.registry,
         tensors=lambda: _headers(config, found),
+        stage=stage,
     )
 
 
-def _adapter_bytes(config: EngineConfig, model: Model) -> int:
-    """Of all slots for adapters on the first rank, which are there from the start."""
-    made = slots_beside(
-        model,
-        config.max_adapters,
-        config.max_lora_rank,
-        vocabulary=config.lora_embeddings,
-        experts=config.lora_experts,
+def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> int:
+    """Of all slots for adapters on the rank with most, which are there from the start."""
+    made = (
+        slots_beside(
+            _model(config, found, dtype, stage),
+            config.max_adapters,
+            config.max_lora_rank,
+            vocabulary=config.lora_embeddings,
+            experts=config.lora_experts,
+        )
+        for stage in _stages(config)
     )
-    return made.nbytes
+    return max(slots.nbytes for slots in made)
 
 
 def _served(model: ModelConfig) -> str:

@@ -7,9 +7,9 @@ rank x experts], whose column ``i * experts + e`` is of rank ``i`` of expert ``e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,9 @@ from rollout.kernels.fused_experts import ExpertFactors, ExpertsLora
 from rollout.models.adapters.linear import ActiveRows
 from rollout.models.adapters.model import Declared
 from rollout.models.layers.experts import Experts, StackedRows
-from rollout.models.model import Model
 from rollout.models.weight_io.table import ParamSpec
 from rollout.weights import PLAIN, TRANSPOSED, Box, Shape, WeightSlot
-from rollout.weights.adapters import A, AdapterSpec, B
+from rollout.weights.adapters import EXPERTS, A, AdapterSpec, B
 from rollout.weights.spellings import Spellings
 
 
@@ -43,6 +42,8 @@ class ParameterAdapters:
     a: [slots, experts here, rank, columns here], b: [slots, experts here, rank, rows here], scales:
     float32 [slots, 1].
     """
+
+    kinds: ClassVar[tuple[str, ...]] = (EXPERTS,)
 
     def __init__(self, part: Part, slots: int, rank: int, **made: Any) -> None:
         """``made``: dtype and device."""
@@ -142,9 +143,8 @@ class BesideExperts:
         return ExpertsLora(self._w13.factors, self._w2.factors, slot_of)
 
 
-def adaptable_experts(model: Model) -> Iterator[tuple[str, Experts]]:
+def adaptable_experts(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Experts]]:
     """The layers of routed experts that adapters may be served beside, by name."""
-    modules: Iterator[tuple[str, nn.Module]] = model.policy.named_modules()
     for name, module in modules:
         if not isinstance(module, Experts) or type(module) not in (Experts, StackedRows):
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from rollout.kernels import lora_linear
 from rollout.models.adapters.model import AdaptedLinear
 from rollout.models.model import Model
 from rollout.weights import WeightSlot
+from rollout.weights.adapters import BIASED, DORA, DORA_EMBEDDING, EMBEDDING, LINEAR
 
 
 @dataclass(slots=True)
@@ -58,8 +59,10 @@ class LinearAdapters:
     magnitudes: float32 [slots, outputs of this rank], biases: [slots, outputs of this rank],
     scales: float32 [slots, parts]. A part is what one source of the linear's weight fills.
     ``is_cut``: ranks have parts of the inputs. ``adds_bias``: this one adds what all add once.
-    ``biased``: the slots that have any.
+    ``biased``: the slots that have any. ``kinds``: of ``ModuleSpec`` that it can hold.
     """
+
+    kinds: ClassVar[tuple[str, ...]] = (LINEAR, DORA, BIASED)
 
     def __init__(
         self,
@@ -122,6 +125,8 @@ class LinearAdapters:
 
 class EmbeddingAdapters(LinearAdapters):
     """The same of an embedding, whose inputs are this rank's part of the vocabulary."""
+
+    kinds: ClassVar[tuple[str, ...]] = (EMBEDDING, DORA_EMBEDDING)
 
     def __init__(
         self, own: WeightSlot, base: WeightSlot, a: Tensor, b: Tensor, active: ActiveRows,

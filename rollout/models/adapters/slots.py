@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from math import prod
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rollout.errors import ConfigError
 from rollout.kernels.lora_linear import MOST_RANK
+from rollout.models.adapters.away import AwayAdapters
 from rollout.models.adapters.experts import (
     BesideExperts,
     ParameterAdapters,
@@ -24,21 +25,12 @@ from rollout.models.adapters.instance import BesideLinear, InstanceAdapters
 from rollout.models.adapters.linear import ActiveRows, EmbeddingAdapters, LinearAdapters
 from rollout.models.adapters.model import Adapted, AdapterModel
 from rollout.models.adapters.pages import AdapterPages
-from rollout.models.layers.base import Layer
+from rollout.models.layers.base import Layer, StandsFor
 from rollout.models.layers.linear import MergedColumnLinear, ReplicatedLinear, RowLinear
 from rollout.models.layers.router import Router
 from rollout.models.model import Model
-from rollout.weights import Box, WeightSlot
-from rollout.weights.adapters import (
-    BIASED,
-    DORA,
-    DORA_EMBEDDING,
-    EMBEDDING,
-    EXPERTS,
-    LINEAR,
-    NORMED,
-    AdapterSpec,
-)
+from rollout.weights import Box, Shape, WeightSlot
+from rollout.weights.adapters import BIASED, NORMED, AdapterSpec
 from rollout.weights.names import HEAD
 
 _HEAD = HEAD.removesuffix(".weight")
@@ -51,7 +43,8 @@ class AdapterSlots:
 
     Cut over ranks as the linears are: of A what meets this rank's inputs, of B its outputs, so a
     row-parallel linear's part is summed with its own product. Outside of the model's instances,
-    which share them; their addresses are fixed.
+    which share them; their addresses are fixed. A stage of a pipeline has those of its own modules;
+    what adapters have beside the others' is known, and nothing of it is kept.
     """
 
     def __init__(
@@ -75,30 +68,34 @@ class AdapterSlots:
         self._views: dict[int, AdapterModel] = {}  # the last of each slot
         self._build = model.build
         self._head = ActiveRows() if vocabulary else None
+        self._is_plain = not (vocabulary or experts) and rank <= MOST_RANK
+        self._away = {
+            f"away.{kind.kinds[0]}": AwayAdapters(shapes, kind.kinds, count, model.build.device)
+            for kind, shapes in _away_from(model, vocabulary, experts).items()
+            if shapes
+        }
         self.linears: dict[str, LinearAdapters] = {}
-        for name, layer in _linears(model):
-            slots = [slot for slot in layer.slots(name) if slot.param == f"{name}.weight"]
-            slots.sort(key=lambda slot: slot.put.starts)
-            base = [list(part) for _, part in groupby(slots, key=lambda slot: slot.source)]
+        for name, layer in _linears(model.policy.named_modules()):
+            base = _base_of(name, layer)
             rows, columns = layer.specs["weight"].shape
             a, b = self._factors(len(base), rows, columns)
             is_cut = isinstance(layer, RowLinear) and model.build.tp.size > 1
             once = is_cut or getattr(layer, "of_parts", False)
             adds_bias = not once or model.build.tp.rank == 0
             self.linears[name] = LinearAdapters(base, a, b, self.active, is_cut, adds_bias)
-        if self._head is not None:
+        if self._head is not None and model.build.stage.is_first:
             self._add_vocabulary(model.policy, self._head)
         self.experts: dict[str, tuple[ParameterAdapters, ParameterAdapters]] = {}
-        for name, layer in adaptable_experts(model) if experts else ():
+        for name, layer in adaptable_experts(model.policy.named_modules()) if experts else ():
             made: dict[str, Any] = {"dtype": model.build.dtype, "device": model.build.device}
             w13, w2 = (ParameterAdapters(p, count, rank, **made) for p in parts_of(name, layer))
             self.experts[name] = w13, w2
-        if experts and not self.experts:
+        if experts and all(each.kinds != ParameterAdapters.kinds for each in self._all.values()):
             raise ConfigError(
                 f"lora_experts=True: {model.config.architecture} has no routed experts that "
                 "adapters could change; leave it out"
             )
-        if not self.linears:
+        if not (self.linears or self._away):
             raise ConfigError(
                 f"max_adapters: {model.config.architecture} has no linears of rollout's own, "
                 "beside which adapters could lie; leave it out and load adapters merged"
@@ -133,22 +130,22 @@ class AdapterSlots:
         return sum(prod(t.shape) * t.element_size() for t in tensors)
 
     @property
-    def _all(self) -> dict[str, LinearAdapters | ParameterAdapters]:
-        return self.linears | {
+    def _all(self) -> dict[str, LinearAdapters | ParameterAdapters | AwayAdapters]:
+        experts = {
             f"{name}.{part}": each
             for name, both in self.experts.items()
             for part, each in zip(("w13", "w2"), both, strict=True)
         }
+        return {**self.linears, **experts, **self._away}
 
     @property
     def modules(self) -> frozenset[str]:
-        """What adapters may change, by the names in files."""
+        """What adapters may change, on any stage, by the names in files."""
         return frozenset(module for each in self._all.values() for module in each.modules)
 
     def attach(self, model: Model) -> None:
         """Have an instance's linears add what the slots hold, in steps that begin here."""
         policy: Any = model.policy
-        plain = self._head is None and not self.experts and self.rank <= MOST_RANK
         own = InstanceAdapters(
             self.active,
             self._head,
@@ -156,18 +153,18 @@ class AdapterSlots:
             self.dora,
             self.more,
             self.attach,
-            captured=self.count if plain else 0,
+            captured=self.count if self._is_plain else 0,
         )
         policy.adapters = own
-        for name, layer in _linears(model):
+        for name, layer in _linears(policy.named_modules()):
             layer.adapters = BesideLinear(name, self.linears[name], own)
         for name, both in self.experts.items():
             policy.get_submodule(name).expert_adapters = BesideExperts(*both, self.active)
-        if self._head is not None:
-            name = f"model.{policy.config.arch.embedding}"
+        name = f"model.{policy.config.arch.embedding}"
+        if name in self.linears:
             policy.model.embedding.lookup_adapters = BesideLinear(name, self.linears[name], own)
-            if _HEAD in self.linears:
-                policy.head.adapters = BesideLinear(_HEAD, self.linears[_HEAD], own)
+        if _HEAD in self.linears:
+            policy.head.adapters = BesideLinear(_HEAD, self.linears[_HEAD], own)
 
     def await_steps(self) -> None:
         """What is enqueued on the calling thread's stream of a GPU runs once steps that have been
@@ -229,21 +226,55 @@ class AdapterSlots:
         self._check_kinds(spec)
 
     def _check_kinds(self, spec: AdapterSpec) -> None:
-        known = {EmbeddingAdapters: (EMBEDDING, DORA_EMBEDDING), ParameterAdapters: (EXPERTS,)}
         for each in self._all.values():
-            kinds = known.get(type(each), (LINEAR, DORA, BIASED))
             for module in each.modules:
                 of = spec.modules.get(module)
-                if of is not None and of.kind not in kinds:
+                if of is not None and of.kind not in each.kinds:
                     raise ConfigError(
                         f"the adapter has {module} as {of.kind}, and here it is of kind "
-                        f"{kinds[0]}: leave it out, or send the model merged"
+                        f"{each.kinds[0]}: leave it out, or send the model merged"
                     )
 
 
-def _linears(model: Model) -> Iterator[tuple[str, Layer]]:
+def _away_from(
+    model: Model, vocabulary: bool, experts: bool
+) -> dict[type[LinearAdapters | ParameterAdapters], dict[str, Shape]]:
+    """What other stages have, by what lies beside it there: by module the shape in files."""
+    policy: Any = model.policy
+    modules = [
+        each
+        for name, module in policy.named_modules()
+        if isinstance(module, StandsFor)
+        for each in module.away.named_modules(prefix=name)
+    ]
+    bases = (base for name, layer in _linears(modules) for base in _base_of(name, layer))
+    linears = {_module(base[0]): base[0].shape for base in bases}
+    found: dict[type[LinearAdapters | ParameterAdapters], dict[str, Shape]]
+    found = {LinearAdapters: linears}
+    if vocabulary and not model.build.stage.is_first:
+        [slot] = policy.model.embedding.slots(f"model.{policy.config.arch.embedding}")
+        found[EmbeddingAdapters] = {_module(slot): slot.shape}
+        if policy.score is None:
+            linears[_HEAD] = slot.shape
+    if experts:
+        parts = (part for each in adaptable_experts(modules) for part in parts_of(*each))
+        found[ParameterAdapters] = {part.module: part.shape for part in parts}
+    return found
+
+
+def _base_of(name: str, layer: Layer) -> list[list[WeightSlot]]:
+    """By part of a linear, the slots of its weight that one source fills."""
+    slots = [slot for slot in layer.slots(name) if slot.param == f"{name}.weight"]
+    slots.sort(key=lambda slot: slot.put.starts)
+    return [list(part) for _, part in groupby(slots, key=lambda slot: slot.source)]
+
+
+def _module(slot: WeightSlot) -> str:
+    return slot.source.removesuffix(".weight")
+
+
+def _linears(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Layer]]:
     """The linears of the policy's blocks that adapters may be served beside, by name."""
-    modules: Iterator[tuple[str, nn.Module]] = model.policy.named_modules()
     for name, module in modules:
         if not name.startswith("model.layers."):
             continue  # a tower's run before the step that begins here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,14 @@ class Adapters(Protocol):
     def add(self, y: Tensor, x: Tensor) -> Tensor: ...
 
     def scale(self, y: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+@runtime_checkable
+class StandsFor(Protocol):
+    """Stands where another stage has the module ``away``; see ``decoder.absent``."""
+
+    @property
+    def away(self) -> nn.Module: ...
 
 
 class Layer(nn.Module):
