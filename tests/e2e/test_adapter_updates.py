@@ -64,10 +64,15 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.more)], ids=["tp1", "tp2"]
+    scope="module",
+    params=[
+        pytest.param({}, id="tp1"),
+        pytest.param({"tensor_parallel_size": 2}, id="tp2", marks=pytest.mark.more),
+        pytest.param({"pipeline_parallel_size": 2}, id="pp2", marks=pytest.mark.more),
+    ],
 )
 def engine(request, base) -> Iterator[Rollout]:
-    with Rollout(base, tensor_parallel_size=request.param, **SETTINGS) as rollout:
+    with Rollout(base, **request.param, **SETTINGS) as rollout:
         yield rollout
 
 
@@ -169,7 +174,7 @@ def test_an_update_moves_the_bytes_of_its_adapter_alone(engine, base) -> None:
         assert size <= receipt.wire_bytes < size + 4096 < weights / 4
         assert receipt.num_tensors == 2 * 3 * 2
         assert receipt.digest == inline.digest
-    if engine.weight_info().tensor_parallel_size == 1:
+    if engine.weight_info().num_ranks == 1:
         assert inline.details["read_in_place"] == f"{inline.num_tensors} tensors"
     assert engine.weight_info().adapters["default"] == received[-1].version
     assert engine.unload_lora_adapter("default")
