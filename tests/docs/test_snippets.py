@@ -177,7 +177,7 @@ NOT_RUN = {
     "it needs a fleet": 1,
     "it needs two engines, and a router of another project": 1,
     "it needs a cluster": 9,
-    "it needs a large release": 2,
+    "it needs a large release": 3,
     "the framework's own test runs it": 4,
     "AsyncGRPOTrainer's attention kernel needs a card; tests/frameworks/trl_async_job.py runs "
     "these lines with plain torch in its place": 1,
