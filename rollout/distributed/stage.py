@@ -12,7 +12,7 @@ the states are whole on every rank of a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,17 +47,6 @@ class Stage:
     def rank(self, tp: TensorParallel) -> int:
         """The number of a rank of this stage among all ranks."""
         return self.index * tp.size + tp.rank
-
-    def layers(self, total: int) -> range:
-        """The numbers of its layers: equally many in each stage, but that the last ones take what
-        is left over, since the first has the embedding and the head besides.
-        """
-        return range(total * self.index // self.count, total * (self.index + 1) // self.count)
-
-    def own(self, layers: Sequence[int], total: int) -> tuple[int, ...]:
-        """Those of ``layers`` that are its own, counted from its first one."""
-        held = self.layers(total)
-        return tuple(layer - held.start for layer in layers if layer in held)
 
     def connect(
         self, join: Callable[[Rendezvous, int, str], Any], where: Rendezvous, at: int

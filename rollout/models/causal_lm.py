@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rollout.kernels.op import are_watched
 from rollout.models.adapters.instance import InstanceAdapters
 from rollout.models.config.layer import RopeConfig
+from rollout.models.config.stage_layers import stage_layers
 from rollout.models.decoder.absent import Absent, of_first_stage
 from rollout.models.decoder.blocks import Decoder, DecoderBlock, LoneBlock, make_mlp
 from rollout.models.decoder.chunks import within_chunks
@@ -45,7 +46,7 @@ class CausalLM(Model):
     ) -> None:
         super().__init__(build, max_len)
         config = build.config
-        held = build.stage.layers(config.num_layers)
+        held = stage_layers(config, build.stage)
         layers = [config.layers[index] for index in held]
         ropes: list[RopeConfig] = []
         for layer in layers:

@@ -14,6 +14,7 @@ from rollout.distributed import RendezvousServer, TensorParallel, join_group
 from rollout.distributed.stage import Stage, place_of
 from rollout.models.build import build_model
 from rollout.models.config.model import ModelConfig
+from rollout.models.config.stage_layers import stage_layers
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.model import Model
 
@@ -111,7 +112,7 @@ class Session:
         shape = (self.tables.numel(), heads, BLOCK, elements)
         self.kv = []
         self.slots = torch.arange(len(sequences), dtype=torch.int32).flip(0) + 1
-        for layer in model.build.stage.layers(config.num_layers):
+        for layer in stage_layers(config, model.build.stage):
             if layer in config.recurrent_layers and layer not in config.paged_layers:
                 self.kv.append(_states(model, len(sequences) + 2))
                 continue

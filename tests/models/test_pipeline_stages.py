@@ -1,5 +1,8 @@
 """Stages of a pipeline: the logits of one stage, bit for bit, and tables whole together."""
 
+import random
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from rank_threads import Session, loaded, prompts, run_ranks, run_stages
@@ -9,6 +12,7 @@ from rollout.distributed.stage import Stage
 from rollout.errors import ConfigError
 from rollout.models.build import build_tables
 from rollout.models.config.model import ModelConfig
+from rollout.models.config.stage_layers import _cut, stage_layers
 from rollout.models.weight_io.table import check_tables
 
 OTHERS = (
@@ -69,13 +73,36 @@ def test_more_stages_of_several_ranks_give_the_bits_of_one_such_stage(tmp_path, 
     assert set(blocks) == {layout == "tiles"}
 
 
-def test_layers_are_dealt_out_evenly_the_first_stage_having_the_fewest():
-    for total, count in ((7, 3), (22, 4), (5, 5), (61, 8)):
-        held = [Stage(index, count).layers(total) for index in range(count)]
-        assert [layer for layers in held for layer in layers] == list(range(total))
-        sizes = [len(layers) for layers in held]
-        assert max(sizes) - min(sizes) <= 1
-        assert sizes[0] == min(sizes)
+def test_layers_are_dealt_out_so_that_the_largest_stage_is_as_small_as_can_be():
+    """Against every way to cut them; the first stage has the embedding and the head, too."""
+    draw = random.Random(1)
+    for turn in range(200):
+        costs = tuple(draw.choice((1, 1, 1, 9)) for _ in range(draw.randint(1, 9)))
+        ends, count = draw.choice((0, 2, 30)), draw.randint(1, len(costs))
+        stops = _cut(costs, ends, count)
+
+        def largest(stops, costs=costs, ends=ends):
+            sizes = [sum(costs[a:b]) for a, b in pairwise(stops)]
+            return max(sizes[0] + ends, *sizes)
+
+        ways = ((0, *way, len(costs)) for way in combinations(range(1, len(costs)), count - 1))
+        assert largest(stops) == min(map(largest, ways)), (turn, costs, ends, count)
+        assert all(a < b for a, b in pairwise(stops))
+
+
+def test_the_head_and_the_experts_count_as_what_they_weigh(tmp_path):
+    def counts(arch, stages, **sizes):
+        write_tiny(tmp_path, arch, **sizes)
+        config = ModelConfig.from_directory(tmp_path)
+        held = [stage_layers(config, Stage(index, stages)) for index in range(stages)]
+        assert [layer for layers in held for layer in layers] == list(range(config.num_layers))
+        return [len(layers) for layers in held]
+
+    assert counts("llama", 2, num_layers=8, vocab_size=64) == [4, 4]
+    assert counts("llama", 2, num_layers=8, vocab_size=2000) == [1, 7]
+    assert counts("llama", 4, num_layers=8, vocab_size=64) == [2, 2, 2, 2]
+    dense = {"mlp_only_layers": [0, 1, 2, 3], "moe_intermediate_size": 512}
+    assert counts("qwen3_moe", 2, num_layers=6, vocab_size=64, **dense) == [5, 1]
 
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path):

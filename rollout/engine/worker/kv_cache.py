@@ -11,6 +11,7 @@ from rollout.distributed.stage import Stage
 from rollout.engine.worker.state_cache import StateCache
 from rollout.errors import ConfigError, EngineClosed
 from rollout.models.config.model import ModelConfig
+from rollout.models.config.stage_layers import own_layers
 from rollout.models.decoder.kv_groups import KVGroup, kv_groups
 from rollout.models.forward import ForwardBatch, HiddenPages, LayerKV
 
@@ -74,11 +75,11 @@ class KVShape:
         moe = model.moe if sparse_layers else None
         index = None if model.latent is None else model.latent.index
         stage = stage or Stage()
-        paged = stage.own(model.paged_layers, model.num_layers)
-        states = stage.own(model.recurrent_layers, model.num_layers)
+        paged = own_layers(model, stage, model.paged_layers)
+        states = own_layers(model, stage, model.recurrent_layers)
         groups = kv_groups(model)
         return cls(
-            num_layers=len(paged), without=stage.own(model.feeding_layers, model.num_layers),
+            num_layers=len(paged), without=own_layers(model, stage, model.feeding_layers),
             tensors=tensors, beside=tuple(i for i in states if i in paged),
             indexed=model.indexed_layers, index_dim=0 if index is None else index.dim,
             kv_heads=heads, block_size=block_size, head_dim=elements, dtype=dtype,
@@ -88,7 +89,7 @@ class KVShape:
             hidden=0 if hidden_layers is None else max(1, len(hidden_layers)) * model.hidden_size,
             hidden_layers=hidden_layers or (),
             groups=tuple(
-                replace(group, layers=stage.own(group.layers, model.num_layers)) for group in groups
+                replace(group, layers=own_layers(model, stage, group.layers)) for group in groups
             ),
             told=tuple((len(group.layers), group.window, group.chunk) for group in groups),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from rollout.engine.memory import to_device
 from rollout.errors import ConfigError
 from rollout.kernels import copy_slots
 from rollout.models.config.model import ModelConfig
+from rollout.models.config.stage_layers import own_layers
 from rollout.models.forward import LayerKV
 
 
@@ -33,7 +34,7 @@ class StateShape:
         """Of each of the ``ranks`` of a stage; slots of no bytes where no layer has a state."""
         sizes = model.recurrence
         inputs, state = ((), ()) if sizes is None else sizes.state_shapes(ranks)
-        layers = (stage or Stage()).own(model.recurrent_layers, model.num_layers)
+        layers = own_layers(model, stage or Stage(), model.recurrent_layers)
         return cls(layers=layers, inputs=inputs, state=state, dtype=dtype)
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout.distributed.stage import Stage
+from rollout.models.config.stage_layers import stage_layers
 from rollout.models.forward import ForwardBatch, RoutedExperts
 from rollout.models.layers.base import Build
 
@@ -24,8 +25,8 @@ class HandedOn:
 
     def __init__(self, build: Build, sparse: Sequence[bool]) -> None:
         self._build, self._stage = build, build.stage
-        total = build.config.num_layers
-        own, first = build.stage.layers(total), Stage(0, build.stage.count).layers(total)
+        own = stage_layers(build.config, build.stage)
+        first = stage_layers(build.config, Stage(0, build.stage.count))
         self._before = sum(sparse[: own.start])
         self._tells = any(sparse) and build.tp.rank == 0
         coming = sparse[first.stop :] if build.stage.is_first else sparse[first.stop : own.start]
