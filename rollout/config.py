@@ -502,19 +502,10 @@ class EngineConfig:
                 f"tensor_parallel_size={self.tensor_parallel_size}, pipeline_parallel_size="
                 f"{self.pipeline_parallel_size}"
             )
-        if self.pipeline_parallel_size > 1:
-            self._check_pipeline()
-
-    def _check_pipeline(self) -> None:
-        """What stages of a pipeline do not have."""
-        refused = {
-            "components": bool(self.components),
-            "executor='external'": self.executor == "external",
-        }
-        if found := [name for name, is_so in refused.items() if is_so]:
+        if self.pipeline_parallel_size > 1 and self.components:
             raise ConfigError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} does not go with "
-                f"{found[0]}: leave that out, or use tensor_parallel_size alone"
+                f"pipeline_parallel_size={self.pipeline_parallel_size} does not go with components "
+                f"({', '.join(self.components)}): leave them out, or use tensor_parallel_size alone"
             )
 
     def _check_bounds(self) -> None:

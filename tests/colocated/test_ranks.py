@@ -55,14 +55,15 @@ def same(job: Job, op: str, **command: Any) -> Any:
     return first["done"]
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 def test_an_update_of_the_ranks_own_shards_equals_a_fresh_start_and_a_failed_one_changes_nothing(
-    job: Job, paths: tuple[str, str]
+    job: Job, paths: tuple[str, str], stages: int
 ) -> None:
     old, new = paths
     refused = same(job, "start_otherwise", path=old)
     assert refused["error"] == "ConfigError"
     assert "max_model_len" in refused["message"]
-    same(job, "start", path=old)
+    same(job, "start", path=old, pipeline_parallel_size=stages)
     before = same(job, "generate", prompts=PROMPTS, **SAMPLED)
     with Rollout(old, device="cpu", num_threads=1, num_kv_blocks=64) as alone:
         greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -108,7 +109,7 @@ def test_an_update_of_the_ranks_own_shards_equals_a_fresh_start_and_a_failed_one
     assert kept == slept
     same(job, "stop")
 
-    same(job, "start", path=new)
+    same(job, "start", path=new, pipeline_parallel_size=stages)
     fresh = same(job, "generate", prompts=PROMPTS, **SAMPLED)
     assert [row[:3] for row in fresh] == [row[:3] for row in after]  # bit for bit
     parted = same(job, "part")

@@ -98,11 +98,14 @@ class ColocatedRollout:
             raise ConfigError(f"meet_timeout {problem}")
         self.ranks, self._me = _ranks_of(group)
         size = len(self.ranks)
-        given = engine_config.setdefault("tensor_parallel_size", size)
-        if given != size:
+        stages = engine_config.setdefault("pipeline_parallel_size", 1)
+        each = size // stages if type(stages) is int and stages > 0 else size
+        given = engine_config.setdefault("tensor_parallel_size", each)
+        if type(stages) is type(given) is int and given * stages != size:
             raise ConfigError(
-                f"tensor_parallel_size={given}, but the group has {size} ranks: each is one rank "
-                "of the engine; pass the group of the ranks that are to share a model"
+                f"tensor_parallel_size={given}, pipeline_parallel_size={stages}, but the group has "
+                f"{size} ranks: each is one rank of the engine; pass the group of the ranks that "
+                "are to share a model"
             )
         executor = "inline" if size == 1 else "external"
         self.config = EngineConfig.from_dict(
