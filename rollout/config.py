@@ -502,11 +502,6 @@ class EngineConfig:
                 f"tensor_parallel_size={self.tensor_parallel_size}, pipeline_parallel_size="
                 f"{self.pipeline_parallel_size}"
             )
-        if self.pipeline_parallel_size > 1 and self.components:
-            raise ConfigError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} does not go with components "
-                f"({', '.join(self.components)}): leave them out, or use tensor_parallel_size alone"
-            )
 
     def _check_bounds(self) -> None:
         """What the table says of each field: its type, its choices and its least value."""

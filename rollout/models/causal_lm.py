@@ -178,9 +178,14 @@ class CausalLM(Model):
             return x.new_empty(sum(len(batch.logit_rows) for batch in parts), x.shape[1])
         states = []
         for batch, here in zip(parts, of_first, strict=True):
-            x, residual, chosen = self.handed_on.take(len(batch.logit_rows), len(batch.input_ids))
+            tokens, rows, kept = len(batch.input_ids), batch.logit_rows, batch.hidden_pages
+            whole = self.handed_on.gives_all
+            x, residual, chosen = self.handed_on.take(tokens if whole else len(rows), tokens)
             batch.keep_experts(here, chosen)
-            states.append(self.model.last_norm.add(x, residual)[0])
+            x, _ = self.model.last_norm.add(x, residual)
+            if kept is not None:
+                kept.keep(batch, x)
+            states.append(x[rows] if whole else x)
         stage.settle()
         return states[0] if len(states) == 1 else torch.cat(states)
 
@@ -268,6 +273,7 @@ class CausalLM(Model):
 
     def empty_like(self) -> Self:
         fresh = type(self)(self.build, self.max_len, self.rotaries)
+        fresh.handed_on = self.handed_on
         if self.adapters is not None:
             self.adapters.attach(fresh)
         return fresh

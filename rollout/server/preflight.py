@@ -137,7 +137,8 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     beside = {name: _Beside.of(config, found, dtype, name) for name in config.components}
     if (name := config.draft_component) is not None:
         head_behind(name, beside[name].models[0], policy().policy)
-    kv = _pages(config, model, dtype, beside)
+    pages = _pages(config, model, dtype, beside)
+    kv = max(pages, key=lambda cache: cache.block_bytes)
     examined = _examined(config, found, dtype, tables, kv, beside)
     told(examined)
     weight_bytes = max(examined.rank_bytes)
@@ -164,7 +165,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
         "pending_bytes": tables[0].pending * dtype.itemsize,
         "adapter_bytes": adapters,
         "kv_block_bytes": kv.block_bytes,
-        "kv_groups": kv.told_groups,
+        "kv_groups": pages[0].told_groups,
         "state_slot_bytes": max(
             StateShape.of(model, config.tensor_parallel_size, dtype, stage).slot_bytes
             for stage in _stages(config)
@@ -189,6 +190,7 @@ def _examined(
 ) -> Examined:
     model, dummy = found.config, config.load_format == "dummy"
     more = [sum(each) for each in zip(*(one.rank_bytes for one in beside.values()), strict=True)]
+    more += [0] * (len(tables) - len(more))
     return Examined(
         architecture=model.architecture,
         served=_served(model),
@@ -198,8 +200,7 @@ def _examined(
         num_tensors=len(tables[0].slots),
         num_elements=sum(prod(tables[0].shape_of(name)) for name in tables[0].slots),
         rank_bytes=tuple(
-            _rank_bytes(table, dtype) + others
-            for table, others in zip(tables, more or [0] * len(tables), strict=True)
+            _rank_bytes(table, dtype) + others for table, others in zip(tables, more, strict=True)
         ),
         components=tuple(f"{name}: {one.told}" for name, one in beside.items()),
         held=_held(config, found, dtype_name(dtype)),
@@ -252,6 +253,7 @@ class _Beside:
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:
+        """Of the ranks of the first stage: others have nothing of it."""
         return tuple(
             sum(p.numel() * p.element_size() for p in model.parameters()) for model in self.models
         )
@@ -269,8 +271,8 @@ class _Beside:
 
 def _pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, beside: Mapping[str, _Beside]
-) -> KVCache:
-    """Of the rank with the largest, without its memory."""
+) -> list[KVCache]:
+    """Of a rank of each stage, without their memory."""
     ranks, block_size = config.tensor_parallel_size, config.block_size
     draft, device, reads = None, torch.device("meta"), None
     if config.draft_component is not None:
@@ -278,15 +280,15 @@ def _pages(
         reads = drafting.reads if isinstance(drafting, PredictionHead) else None
         shape = KVShape.of_draft(drafting.config, ranks, block_size, dtype, config.kv_cache_dtype)
         draft = KVCache(shape, device)
-    shapes = [
-        KVShape.of(
-            model, ranks, block_size, dtype, _sparse_layers(model), config.kv_cache_dtype,
-            hidden_layers=reads, stage=stage,
-        )
-        for stage in _stages(config)
-    ]  # fmt: skip
-    largest = max(shapes, key=lambda shape: shape.block_bytes)
-    return KVCache(largest, device, draft=draft)
+    caches = []
+    for stage in _stages(config):
+        sparse = _sparse_layers(model) if stage.is_first else 0
+        shape = KVShape.of(
+            model, ranks, block_size, dtype, sparse, config.kv_cache_dtype,
+            hidden_layers=reads if stage.is_first else None, stage=stage,
+        )  # fmt: skip
+        caches.append(KVCache(shape, device, draft=draft if stage.is_first else None))
+    return caches
 
 
 def _stages(config: EngineConfig) -> list[Stage]:
@@ -359,7 +361,7 @@ def _model(
         expert_parallel=config.expert_parallel,
         registry=found.registry,
         tensors=lambda: _headers(config, found),
-        stage=stage,
+        stage=stage or _stages(config)[0],
     )
 
 

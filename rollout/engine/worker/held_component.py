@@ -149,6 +149,13 @@ def head_behind(name: str, held: Model, policy: Model) -> HeadBehind | None:
             f"draft_component={name!r}: a prediction head reads hidden states, which a model class "
             "from elsewhere does not give; leave it out"
         )
+    if held.reads and policy.build.stage.count > 1:
+        raise ConfigError(
+            f"draft_component={name!r}: an {held.told} reads what comes before layers "
+            f"{', '.join(map(str, held.reads))}, which pipeline_parallel_size="
+            f"{policy.build.stage.count} has in several stages: use tensor_parallel_size alone, or "
+            "another draft"
+        )
     return HeadBehind(held, policy)
 
 

@@ -35,11 +35,13 @@ from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.kernels.linear import reads_tiles
 from rollout.loader import Checkpoint, open_location
 from rollout.models.adapters.slots import AdapterSlots
+from rollout.models.away_model import AwayModel
 from rollout.models.build import build_model, check_kv_codes, slots_beside
 from rollout.models.causal_lm import CausalLM
 from rollout.models.components import ComponentModels
 from rollout.models.config.model import ModelConfig
 from rollout.models.forward import ForwardBatch, HiddenPages, VisualRows
+from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.prediction.head import HeadBehind
 from rollout.models.vision_lm import VisionCausalLM
@@ -191,7 +193,8 @@ class ModelRunner:
                 batch = replace(batch, visual=self._visual(model, args["visuals"], pixels))
             self.states.copy(tensors.get("state_restores"))
             drafted: dict[str, Tensor] = {}
-            if (drafts := DraftBatch.from_tensors(tensors)) is not None:
+            drafts = DraftBatch.from_tensors(tensors)
+            if drafts is not None and self.stage.is_first:  # others read no tokens
                 batch, drafted = self._with_drafts(model, drafts, batch, sampling)
             output = self._output(model, batch, sampling, tensors.get("hidden_sums"))
             if pinned:
@@ -224,7 +227,7 @@ class ModelRunner:
 
     def _make_draft(self, live: Model, draws: bool) -> DraftRunner | None:
         name, config = self.config.draft_component, self.config
-        if name is None:
+        if name is None or not self.stage.is_first:
             return None
 
         def part(instance: Model) -> Part:
@@ -405,16 +408,26 @@ class ModelRunner:
 
     def _build(self, device: torch.device) -> Model:
         policy = self._built(self.model_config, device)
-        others = {
-            name: component.build(
-                policy.build, self._draft_longest if name == self.config.draft_component else None
-            )
-            for name, component in self._components.items()
-        }
+        others = {name: self._component(name, policy.build) for name in self._components}
+        if isinstance(policy, CausalLM) and policy.handed_on is not None:
+            policy.handed_on.gives_all = self._drafts_by_head
         self._limit_rope(policy)
         if self.adapters is not None:
             self.adapters.attach(policy)
         return ComponentModels(policy, others) if others else policy
+
+    def _component(self, name: str, build: Build) -> Model:
+        """Of a pipeline the first stage has all of them, since it drafts."""
+        held = self._components[name]
+        longest = self._draft_longest if name == self.config.draft_component else None
+        if self.stage.is_first:
+            return held.build(replace(build, stage=Stage()), longest)
+        return AwayModel(build, lambda own: held.build(own, longest))
+
+    @property
+    def _drafts_by_head(self) -> bool:
+        name = self.config.draft_component
+        return name is not None and self._components[name].head is not None
 
     def _built(self, config: ModelConfig, device: torch.device) -> Model:
         return build_model(

@@ -44,9 +44,8 @@ class Absent(Layer):
                 beside = self.away.get_submodule(owner.removeprefix(prefix).removeprefix("."))
                 coded = isinstance(beside, Layer) and beside.specs[held].scheme is not None
                 param = _CODES if coded else _WHOLE
-                rank = len(self.specs[param].shape)
-                found[slot.source] = replace(
-                    slot, take=_none(len(slot.shape)), param=f"{prefix}.{param}", put=_none(rank)
+                found[slot.source] = taking_nothing(
+                    slot, f"{prefix}.{param}", len(self.specs[param].shape)
                 )
         return list(found.values())
 
@@ -56,6 +55,7 @@ def of_first_stage(build: Build, make: Callable[[Build], nn.Module]) -> nn.Modul
     return make(build) if build.stage.is_first else Absent(build, make)
 
 
-def _none(rank: int) -> Box:
-    zeros = (0,) * rank
-    return Box(zeros, zeros)
+def taking_nothing(slot: WeightSlot, param: str, rank: int = 1) -> WeightSlot:
+    """The same source, of which a parameter of so many dimensions, and no elements, has nothing."""
+    none, put = (Box((0,) * count, (0,) * count) for count in (len(slot.shape), rank))
+    return replace(slot, take=none, param=param, put=put)

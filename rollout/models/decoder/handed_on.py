@@ -20,8 +20,11 @@ class HandedOn:
     each; the last stage gives those of the rows that are wanted. Of a mixture the ranks in line
     with the one that answers hand on, too, what tokens were routed to behind the first stage,
     int16 [tokens, layers, experts of a token]. ``sparse``: for each layer of the model whether it
-    has experts that are told.
+    has experts that are told. ``gives_all``: the last stage gives all rows, as somebody keeps what
+    is made of them.
     """
+
+    gives_all = False
 
     def __init__(self, build: Build, sparse: Sequence[bool]) -> None:
         self._build, self._stage = build, build.stage
@@ -54,7 +57,7 @@ class HandedOn:
         self, batch: ForwardBatch, x: Tensor, residual: Tensor, *chosen: Tensor | None
     ) -> None:
         """``chosen``: experts that came, and those of the layers here; of the first stage none."""
-        if self._stage.is_last:
+        if self._stage.is_last and not self.gives_all:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
         self._stage.give(x.contiguous(), residual.contiguous())
         told = [each.to(torch.int16) for each in chosen if each is not None]
