@@ -90,12 +90,20 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def write_vision(
-    path: str | Path | None, kind: str = "qwen3_vl", *, seed: int = 0, tokenizer: bool = False
+    path: str | Path | None,
+    kind: str = "qwen3_vl",
+    *,
+    seed: int = 0,
+    tokenizer: bool = False,
+    **overrides: Any,
 ) -> Any:
-    """Save a tiny model with its image processor into ``path``; the model, in eval mode."""
+    """Save a tiny model with its image processor into ``path``; the model, in eval mode.
+
+    ``overrides``: of its text config.
+    """
     stem, text, vision = KINDS[kind]
     config = getattr(transformers, f"{stem}Config")(
-        text_config={**TEXT, **text},
+        text_config={**TEXT, **text, **overrides},
         vision_config={**VISION, **vision},
         image_token_id=PAD,
         video_token_id=VIDEO,

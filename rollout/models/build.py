@@ -15,6 +15,7 @@ from rollout.models.adapters.slots import AdapterSlots
 from rollout.models.arch import Arch
 from rollout.models.causal_lm import CausalLM
 from rollout.models.config.model import ModelConfig
+from rollout.models.config.stage_layers import stage_layers
 from rollout.models.determinism import check_deterministic
 from rollout.models.foreign import ForeignCausalLM
 from rollout.models.layers.base import Build
@@ -163,9 +164,14 @@ def check_stages(config: ModelConfig, count: int) -> None:
         )
     reasons = {
         "runs by modules that are not rollout's own": config.hf_values is not None,
-        "sees images, which early layers are told of": config.vision is not None,
         "has an index of tokens that layers share": bool(config.indexed_layers),
     }
+    vision, first = config.vision, stage_layers(config, Stage(0, count))
+    if vision is not None and vision.levels > len(first):
+        raise ConfigError(
+            f"{what}: the first {vision.levels} layers of {config.architecture} are told what is "
+            f"seen, and the first stage has {len(first)}; use fewer stages"
+        )
     if found := [reason for reason, is_so in reasons.items() if is_so]:
         raise ConfigError(
             f"{what}: {config.architecture} {found[0]}; use tensor_parallel_size alone"

@@ -136,11 +136,8 @@ class CausalLM(Model):
             return self.in_turn((batch,), kv)
         if self.adapters is not None:
             self.adapters.begin_step(self, batch)
-        experts, visual = RoutedExperts.of(batch), batch.visual
-        x = self.embedded(batch.input_ids)
-        if visual is not None:
-            x = x.index_copy(0, visual.rows, visual.features[:, 0])
-        x, residual = self._through_blocks(batch, kv, x, None, experts)
+        experts = RoutedExperts.of(batch)
+        x, residual = self._through_blocks(batch, kv, self._entered(batch), None, experts)
         if experts is not None:
             batch.keep_experts(experts.chosen)
         rows, kept = batch.logit_rows, batch.hidden_pages
@@ -163,7 +160,7 @@ class CausalLM(Model):
             tokens = len(batch.input_ids)
             residual, chosen = None, None
             if stage.is_first:
-                x = self.embedded(batch.input_ids)
+                x = self._entered(batch)
             else:
                 x, residual, chosen = self.handed_on.take(tokens, tokens)
             experts = self.handed_on.experts(batch)
@@ -188,6 +185,11 @@ class CausalLM(Model):
             states.append(x[rows] if whole else x)
         stage.settle()
         return states[0] if len(states) == 1 else torch.cat(states)
+
+    def _entered(self, batch: ForwardBatch) -> Tensor:
+        """[T, hidden]: embeddings, and what is seen in their places."""
+        x, visual = self.embedded(batch.input_ids), batch.visual
+        return x if visual is None else x.index_copy(0, visual.rows, visual.features[:, 0])
 
     def _through_blocks(
         self,

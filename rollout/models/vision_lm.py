@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rollout.models.causal_lm import CausalLM
+from rollout.models.decoder.absent import of_first_stage
 from rollout.models.decoder.vision_tower import VisionTower
 from rollout.models.layers.base import Build
 
@@ -18,7 +19,7 @@ class VisionCausalLM(CausalLM):
     def make_parts(self, build: Build) -> None:
         vision = build.config.vision
         assert vision is not None
-        self.visual = VisionTower(build, vision)
+        self.visual = of_first_stage(build, lambda own: VisionTower(own, vision))
 
     @torch.no_grad()
     def encode_visual(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:

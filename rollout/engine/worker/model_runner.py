@@ -188,7 +188,7 @@ class ModelRunner:
             if "previous_rows" in tensors:
                 drawn = None if drawn is None else self._of_rank_0(drawn)
                 batch = with_drawn(batch, tensors, drawn)
-            if "visuals" in args:
+            if "visuals" in args and self.stage.is_first:
                 pixels = tensors.get("pixels")
                 batch = replace(batch, visual=self._visual(model, args["visuals"], pixels))
             self.states.copy(tensors.get("state_restores"))
@@ -305,6 +305,9 @@ class ModelRunner:
         count = min(2 * self.stage.count, tokens // each) if self.stage.count > 1 else 1
         if count < 2 or batch.adapter_rows is not None or self.model_config.labels:
             return None
+        if batch.positions.dim() > 1:  # something is seen, of which other stages are not told
+            return None
+        assert batch.visual is None
         stops = [tokens * index // count for index in range(count + 1)]
         parts = [batch.part(start, stop) for start, stop in pairwise(stops)]
         states = policy.in_turn(list(map(self._to_device, parts)), self.kv.layers)
