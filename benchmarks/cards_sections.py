@@ -50,15 +50,21 @@ def cards(report: Any) -> None:
         report.add(f"copy from card 0 to {n}, {peer}", rate / 1e9, "GB/s")
 
 
-def tensor_parallel(report: Any) -> None:
-    """Rates at each size, and how far logprobs of given tokens are from those of one rank."""
+def parallel(report: Any) -> None:
+    """Rates of each way to divide the model, tensor parallel, in stages and both, and how far
+    logprobs of given tokens are from those of one rank.
+    """
+    ways = [(1 << n, 1) for n in range(ALL.bit_length())]
+    ways += [(each, ALL // each) for each in (1, 2) if each < ALL]
     lines = [[(11 * i + 7 * j) % 250 + 1 for j in range(64)] for i in range(4)]
     scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     batches, tokens = ((2,), 4) if report.dry else ((1, 64), 64)
     first: list[list[float]] | None = None
     with checkpoint(report.dry) as folder:
-        for size in (1 << n for n in range(ALL.bit_length())):
-            with Rollout(folder, tensor_parallel_size=size, **_settings(report.dry)) as engine:
+        for size, stages in ways:
+            divided = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+            way = f"TP {size}" + (f" x PP {stages}" if stages > 1 else "")
+            with Rollout(folder, **divided, **_settings(report.dry)) as engine:
                 for batch in batches:
                     prompts = [lines[i % 4][:32] for i in range(batch)]
                     asked = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
@@ -66,7 +72,7 @@ def tensor_parallel(report: Any) -> None:
                     began = time.perf_counter()
                     engine.generate(prompts, asked)
                     rate = batch * tokens / (time.perf_counter() - began)
-                    report.add(f"TP {size}, {batch} x {tokens} tokens", rate, "tokens/s")
+                    report.add(f"{way}, {batch} x {tokens} tokens", rate, "tokens/s")
                 found = [
                     [
                         at[token]
@@ -80,7 +86,7 @@ def tensor_parallel(report: Any) -> None:
                 for ours, other in zip(found, first, strict=True)
                 for a, b in zip(ours, other, strict=True)
             )
-            report.add(f"TP {size}, logprobs furthest from one rank's", apart, "nats")
+            report.add(f"{way}, logprobs furthest from one rank's", apart, "nats")
 
 
 def updates(report: Any) -> None:
@@ -121,7 +127,7 @@ def colocated(report: Any) -> None:
 #: name, seconds that it may take, what to call
 SECTIONS: tuple[tuple[str, float, Callable[[Any], None]], ...] = (
     ("cards", 30, cards),
-    ("tensor-parallel", 180, tensor_parallel),
+    ("parallel", 180, parallel),
     ("updates", 160, updates),
     ("colocated", 160, colocated),
 )
@@ -136,7 +142,9 @@ def checkpoint(dry: bool) -> Iterator[str]:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config("tiny" if dry else "1b")).to(BF16)
+    config = llama_config("tiny" if dry else "1b")
+    config.num_hidden_layers = max(2, config.num_hidden_layers)  # of stages
+    model = LlamaForCausalLM(config).to(BF16)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         yield folder
