@@ -42,9 +42,10 @@ class HandedOn:
 
     def take(self, rows: int, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Both states of so many rows, and the experts of so many tokens, where any come."""
-        build, size = self._build, (rows, self._build.config.hidden_size)
-        x, residual = (torch.empty(size, dtype=build.dtype, device=build.device) for _ in range(2))
-        self._stage.take(x, residual)
+        build, size = self._build, (2, rows, self._build.config.hidden_size)
+        both = torch.empty(size, dtype=build.dtype, device=build.device)
+        self._stage.take(both)
+        x, residual = both.unbind()
         if not self._coming:
             return x, residual, None
         assert build.config.moe is not None
@@ -59,7 +60,7 @@ class HandedOn:
         """``chosen``: experts that came, and those of the layers here; of the first stage none."""
         if self._stage.is_last and not self.gives_all:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
-        self._stage.give(x.contiguous(), residual.contiguous())
+        self._stage.give(torch.stack((x, residual)))  # one message: each costs more than its bytes
         told = [each.to(torch.int16) for each in chosen if each is not None]
         if self._tells and told:
             self._stage.give(torch.cat(told, 1))
