@@ -40,7 +40,9 @@ def said(engine: Rollout, params: SamplingParams = GREEDY) -> list[Any]:
     return [*rows, [output.embedding for output in engine.embed(prompts()[:3])]]
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "arch", ["qwen3_moe", "gemma3", pytest.param("deepseek_v3", marks=pytest.mark.more)]
+)
 def test_long_steps_run_in_parts_and_give_the_bits_of_whole_ones(tmp_path: Path, arch: str) -> None:
     """Experts that come back, windows whose layers lie in both stages, dense layers first."""
     write_tiny(tmp_path, arch, **({"num_layers": 3} if arch == "deepseek_v3" else {}))
@@ -77,7 +79,9 @@ def test_layers_with_states_lie_in_stages_as_others_do(tmp_path: Path, arch: str
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "mxfp4"])
+@pytest.mark.parametrize(
+    "quantization", ["none", "int8", pytest.param("mxfp4", marks=pytest.mark.more)]
+)
 def test_two_stages_of_two_ranks_update_and_save_as_one_stage_does(
     tmp_path: Path, quantization: str
 ) -> None:

@@ -53,7 +53,7 @@ def course(first: Path, then: Path, draft: str, **settings: Any) -> list[Any]:
     ("arch", "settings"),
     [
         ("glm4_moe", {"max_num_batched_tokens": 64}),
-        ("qwen3_5", {"max_num_batched_tokens": 64}),
+        pytest.param("qwen3_5", {"max_num_batched_tokens": 64}, marks=pytest.mark.more),
         pytest.param(
             "glm4_moe",
             {"tensor_parallel_size": 2, "max_num_batched_tokens": 64},
