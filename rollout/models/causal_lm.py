@@ -67,7 +67,8 @@ class CausalLM(Model):
             self.make_block(build, index) if index in held else self._absent(build, index)
             for index in range(config.num_layers)
         ])  # fmt: skip
-        blocks = [away.away if isinstance(away, Absent) else away for away in self.model.layers]
+        everywhere = self.model.layers
+        blocks = [each.away if isinstance(each, Absent) else each for each in everywhere]
         if all(type(block) in (DecoderBlock, LoneBlock) for block in blocks):
             self.sparse_layers = tuple(map(_is_sparse, blocks))
         in_stages = build.stage.count > 1
