@@ -123,7 +123,7 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     error that starting the engine would raise, or ``WeightMismatch`` naming the tensors that are
     missing, unknown or misshapen.
     """
-    device, ranks = choose_device(config.device), config.num_ranks
+    device = choose_device(config.device)
     check_graphs(config, device)
     found = ResolvedModel.of(config)
     config = found.settled(config)
@@ -137,45 +137,51 @@ def check(config: EngineConfig, told: Callable[[Examined], None] = lambda _: Non
     beside = {name: _Beside.of(config, found, dtype, name) for name in config.components}
     if (name := config.draft_component) is not None:
         head_behind(name, beside[name].models[0], policy().policy)
-    pages = _pages(config, model, dtype, beside)
-    kv = max(pages, key=lambda cache: cache.block_bytes)
+    kv = _pages(config, model, dtype, beside)
     examined = _examined(config, found, dtype, tables, kv, beside)
     told(examined)
-    weight_bytes = max(examined.rank_bytes)
-    free = available_bytes(device)
-    taken = weight_bytes * (ranks if device.type == "cpu" else 1)
+    free, on_cpu = available_bytes(device), device.type == "cpu"
+    together = sum if on_cpu else max  # ranks of one host share its memory
+    taken = together(examined.rank_bytes)
     if taken > free:
         raise ConfigError(
             f"too little memory for the weights: {mib(taken)} are needed, {mib(free)} are free"
         )
-    adapters = _adapter_bytes(config, found, dtype) if config.max_adapters else 0
-    slots = adapters * (ranks if device.type == "cpu" else 1)
-    free_then = free - taken - slots
-    if free_then < 0:
+    stages = [stage for stage in _stages(config) for _ in range(config.tensor_parallel_size)]
+    adapters = [0] * len(stages)
+    if config.max_adapters:
+        each = [_adapter_bytes(config, found, dtype, stage) for stage in _stages(config)]
+        adapters = [each[stage.index] for stage in stages]
+    slots = together(adapters)
+    if slots > free - taken:
         raise ConfigError(
             f"too little memory for the slots of max_adapters={config.max_adapters} of "
             f"max_lora_rank={config.max_lora_rank}: {mib(slots)} are needed, {mib(free - taken)} "
             "are free beside the weights; lower either"
         )
-    rank = {
-        "free_bytes": free_then,
-        "total_bytes": total_bytes(device),
-        "host_free_bytes": available_bytes(torch.device("cpu")),
-        "weight_bytes": weight_bytes,
-        "pending_bytes": tables[0].pending * dtype.itemsize,
-        "adapter_bytes": adapters,
-        "kv_block_bytes": kv.block_bytes,
-        "kv_groups": pages[0].told_groups,
-        "state_slot_bytes": max(
-            StateShape.of(model, config.tensor_parallel_size, dtype, stage).slot_bytes
-            for stage in _stages(config)
-        ),
-        "device": str(device),
-    }
-    size = size_kv(config, model.max_position_embeddings, [rank] * ranks)
+    ranks = [
+        {
+            "free_bytes": free - (taken + slots if on_cpu else weight_bytes + adapter_bytes),
+            "total_bytes": total_bytes(device),
+            "host_free_bytes": available_bytes(torch.device("cpu")),
+            "weight_bytes": weight_bytes,
+            "pending_bytes": table.pending * dtype.itemsize,
+            "adapter_bytes": adapter_bytes,
+            "kv_block_bytes": kv[stage.index].block_bytes,
+            "kv_groups": kv[0].told_groups,
+            "state_slot_bytes": StateShape.of(
+                model, config.tensor_parallel_size, dtype, stage
+            ).slot_bytes,
+            "device": str(device),
+        }
+        for stage, table, weight_bytes, adapter_bytes in zip(
+            stages, tables, examined.rank_bytes, adapters, strict=True
+        )
+    ]
+    size = size_kv(config, model.max_position_embeddings, ranks)
     return Preflight(
         **{field.name: getattr(examined, field.name) for field in fields(examined)},
-        size=size, free_bytes=free, memory=plan_memory(config, size, [rank]),
+        size=size, free_bytes=free, memory=plan_memory(config, size, ranks),
         kernels=_kernels() if device.type == "cpu" else f"torch on {device}",
     )  # fmt: skip
 
@@ -185,7 +191,7 @@ def _examined(
     found: ResolvedModel,
     dtype: torch.dtype,
     tables: Sequence[WeightTable],
-    kv: KVCache,
+    kv: Sequence[KVCache],
     beside: Mapping[str, _Beside],
 ) -> Examined:
     model, dummy = found.config, config.load_format == "dummy"
@@ -205,7 +211,7 @@ def _examined(
         components=tuple(f"{name}: {one.told}" for name, one in beside.items()),
         held=_held(config, found, dtype_name(dtype)),
         tokenizer=_tokenizer(found.load_tokenizer(config)),
-        kv_bytes_per_token=kv.token_bytes,
+        kv_bytes_per_token=max(pages.token_bytes for pages in kv),
         positions=_positions(model, config.max_model_len or model.max_position_embeddings),
         files="made up" if dummy else "names and shapes as the tables want them",
     )
@@ -365,19 +371,18 @@ def _model(
     )
 
 
-def _adapter_bytes(config: EngineConfig, found: ResolvedModel, dtype: torch.dtype) -> int:
-    """Of all slots for adapters on the rank with most, which are there from the start."""
-    made = (
-        slots_beside(
-            _model(config, found, dtype, stage),
-            config.max_adapters,
-            config.max_lora_rank,
-            vocabulary=config.lora_embeddings,
-            experts=config.lora_experts,
-        )
-        for stage in _stages(config)
+def _adapter_bytes(
+    config: EngineConfig, found: ResolvedModel, dtype: torch.dtype, stage: Stage
+) -> int:
+    """Of all slots for adapters on a stage's first rank, which are there from the start."""
+    made = slots_beside(
+        _model(config, found, dtype, stage),
+        config.max_adapters,
+        config.max_lora_rank,
+        vocabulary=config.lora_embeddings,
+        experts=config.lora_experts,
     )
-    return max(slots.nbytes for slots in made)
+    return made.nbytes
 
 
 def _served(model: ModelConfig) -> str:

@@ -21,16 +21,15 @@ SHORT = ("--sequences", 3, "--prompt-tokens", 9, "--new-tokens", 5, "--rounds", 
 CPU = ("--device", "cpu", "--num-threads", "1", "--dtype", "float32")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2)])
 def test_a_profile_names_every_part_of_a_step_on_one_and_two_ranks(
-    run: Run, tiny: Path, ranks: int
+    run: Run, tiny: Path, ranks: int, stages: int
 ) -> None:
-    status, out, err = run(
-        "bench", tiny, *SHORT, *CPU, "--profile", "--json", "--tensor-parallel-size", ranks
-    )
+    sizes = "--tensor-parallel-size", ranks, "--pipeline-parallel-size", stages
+    status, out, err = run("bench", tiny, *SHORT, *CPU, "--profile", "--json", *sizes)
     assert (status, err) == (0, "")
     found = json.loads(out)
-    assert (found["ranks"], len(found["tokens_per_s"])) == (ranks, 1)
+    assert (found["ranks"], len(found["tokens_per_s"])) == (ranks * stages, 1)
     assert found["tokens_per_s"][0] > 0
     assert 0 < found["first_token_s"] < 60
     kinds = found["profile"]["kinds"]
@@ -51,6 +50,8 @@ def test_a_profile_names_every_part_of_a_step_on_one_and_two_ranks(
         assert counts == (
             {"all_reduce": 5, "all_gather": 1} if ranks == 2 else dict.fromkeys(counts)
         )
+        waits = {"from the stage before", "to the stage behind"}
+        assert waits & set(ops) == (waits if stages == 2 else set())
     assert kinds["decode"]["parts_ms"]["detokenise"] > 0
     assert found["profile"]["read_bytes_per_s"] > 1e8
 

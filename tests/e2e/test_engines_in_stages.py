@@ -16,7 +16,9 @@ from start_engines import outcome, start
 from tiny_models import write_tiny
 
 from rollout import Rollout, SamplingParams
+from rollout.config import EngineConfig
 from rollout.errors import WorkerDied
+from rollout.server.preflight import check
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
@@ -112,6 +114,22 @@ def test_two_stages_of_two_ranks_update_and_save_as_one_stage_does(
     if quantization == "none":
         with start(tmp_path / "saved", 2, load_format="sharded_state") as loaded:
             assert outcome(loaded) == wanted
+
+
+@pytest.mark.parametrize(("arch", "ranks"), [("qwen3_next", 1), ("deepseek_v3", 2)])
+def test_check_counts_the_blocks_that_stages_have(tmp_path: Path, arch: str, ranks: int) -> None:
+    """Layers without pages in one stage, and experts told by the first one's ranks alone."""
+    write_tiny(tmp_path, arch, num_layers=3)
+    settings: dict[str, Any] = {
+        "pipeline_parallel_size": 2, "tensor_parallel_size": ranks, "device": "cpu",
+        "num_threads": 1, "kv_cache_bytes": 3 << 20, "max_model_len": 256,
+    }  # fmt: skip
+    found = check(EngineConfig(model=str(tmp_path), **settings))
+    with Rollout(str(tmp_path), **settings) as engine:
+        core = engine._async.backend.core
+        assert found.size.num_blocks == engine.metrics().num_kv_blocks
+        assert found.memory == core.memory
+        assert found.rank_bytes == tuple(rank["weight_bytes"] for rank in core.rank_info)
 
 
 def test_a_rank_of_a_later_stage_that_is_killed_ends_the_engine(tmp_path: Path) -> None:

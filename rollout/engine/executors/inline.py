@@ -38,7 +38,7 @@ class InlineExecutor:
         """``device``: the GPU of a process that is one of several; None: the first it sees."""
         if config.num_ranks != 1:
             raise ConfigError(
-                f"the inline executor runs one rank; use executor='multiprocess' for "
+                "the inline executor runs one rank; use executor='multiprocess' for "
                 f"{config.num_ranks}"
             )
         self.on_death: Callable[[WorkerDied], None] | None = None

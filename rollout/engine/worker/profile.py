@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rollout.distributed.stage import Stage
 from rollout.engine.worker.graphs.decode_graphs import DecodeGraphs
 from rollout.engine.worker.graphs.prefill_graphs import PrefillGraphs
 from rollout.kernels.op import watch_ops
@@ -124,6 +125,9 @@ class RankProfile:
         if runner.tp.size > 1:
             spans.time(type(runner.tp), "all_reduce")
             spans.time(type(runner.tp), "all_gather")
+        if runner.stage.count > 1:
+            spans.time(Stage, "take", "from the stage before")
+            spans.time(Stage, "settle", "to the stage behind")
         watch_ops(spans.timed)
 
     def close(self) -> dict[str, Any]:
@@ -171,6 +175,6 @@ def _read_weights(runner: ModelRunner) -> int:
     weights = sum(p.numel() * p.element_size() for p in live.parameters())
     looked_up = 0
     if isinstance(live, CausalLM) and live.lm_head is not None:
-        weight = live.model.embedding.weight
-        looked_up = weight.numel() * weight.element_size()
+        rows = live.model.embedding.parameters()  # none on later stages
+        looked_up = sum(p.numel() * p.element_size() for p in rows)
     return weights - looked_up
