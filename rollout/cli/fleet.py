@@ -118,7 +118,7 @@ async def serving_replicas(
     ranks, most = config.num_ranks, args.max_replicas or args.replicas
     gpus = [] if on_cpu or placed else gpus_each(visible_gpus(), most, ranks)
     if config.num_threads is None and on_cpu:
-        words += ["--num-threads", str(threads_each(args.replicas))]
+        words += ["--num-threads", str(threads_each(args.replicas, ranks))]
     journal = None if config.journal is None else Path(config.journal)
     launcher = LocalLauncher(words, gpus, journal)
     async with _serving(launcher, args.replicas, config, at, args) as up:

@@ -27,7 +27,8 @@ def test_every_replica_has_gpus_of_its_own_and_sees_the_others(monkeypatch):
 
 def test_processors_are_shared_out(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert [threads_each(n) for n in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    assert [threads_each(n, 1) for n in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    assert [threads_each(2, ranks) for ranks in (2, 4, 8)] == [2, 1, 1]
 
 
 def test_every_replica_has_a_journal_of_its_own():

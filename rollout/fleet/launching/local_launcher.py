@@ -113,6 +113,6 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def threads_each(count: int) -> int:
-    """Of the processors that this process may use, an equal share for each replica."""
-    return max(1, len(os.sched_getaffinity(0)) // count)
+def threads_each(replicas: int, ranks: int) -> int:
+    """Of the processors that this process may use, an equal share for each replica's ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // (replicas * ranks))
