@@ -98,9 +98,11 @@ class CausalLM(Model):
     @property
     def captures_prompts(self) -> bool:  # type: ignore[override]
         """Not where an index chooses tokens by how long its tables may be, or sequences are cut at
-        positions that the host reads.
+        positions that the host reads. Of all layers, as the stages of a pipeline go together.
         """
-        return not (self.config.indexed_layers or any(self.chunk_of))
+        config = self.config
+        cut = any(layer.chunk for layer in config.layers[: config.num_layers])
+        return not (cut or config.indexed_layers)
 
     @functools.cached_property
     def native_blocks(self) -> NativeBlocks | None:

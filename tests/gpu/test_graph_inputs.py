@@ -6,8 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +19,11 @@ from tiny_models import write_tiny
 from rollout import kernels
 from rollout.config import EngineConfig
 from rollout.distributed import TensorParallel
+from rollout.distributed.stage import Stage
 from rollout.engine.worker.graphs.captured_parts import CapturedParts
 from rollout.engine.worker.graphs.decode_graphs import padded_sizes, wants_graphs
 from rollout.engine.worker.graphs.decode_inputs import DecodeInputs, is_decode
+from rollout.engine.worker.graphs.draw_graphs import CapturePool
 from rollout.engine.worker.graphs.graph_sets import GraphSets
 from rollout.engine.worker.graphs.prefill_inputs import (
     PrefillInputs,
@@ -26,6 +31,8 @@ from rollout.engine.worker.graphs.prefill_inputs import (
     prefill_shapes,
     prefill_sizes,
 )
+from rollout.engine.worker.kv_cache import KVCache, KVShape
+from rollout.engine.worker.model_runner import ModelRunner
 from rollout.engine.worker.weight_instances import ModelInstances
 from rollout.errors import ConfigError
 from rollout.kernels.gpu_support import triton_runs
@@ -310,6 +317,58 @@ def test_attention_without_a_kernel_is_not_captured(tmp_path: Path) -> None:
         sets = GraphSets(EngineConfig(model="m"), model, torch.device("cuda"), False)
         found.append(sets.wanted)
     assert found == [False, triton_runs()]
+
+
+def test_all_stages_of_a_pipeline_capture_the_same_steps(tmp_path: Path) -> None:
+    """The last one has no layer that cuts sequences, and its steps are those of the others."""
+    write_tiny(tmp_path, "llama4", num_layers=4)
+    config = ModelConfig.from_directory(tmp_path)
+    models = [_stage(config, index, 4) for index in range(4)]
+    assert not models[3].policy.chunk_of[0]
+    assert not any(model.policy.captures_prompts for model in models)
+
+
+def test_a_stage_that_cannot_capture_prompts_does_not_go_on_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no GPU to capture them on."""
+    write_tiny(tmp_path, "qwen3")
+    config = ModelConfig.from_directory(tmp_path)
+    for count in (1, 2):
+        model = _stage(config, 0, count)
+        sets = GraphSets(EngineConfig(model="m", max_model_len=64), model, CPU, False)
+        sets._shapes = prefill_shapes(16, 4)
+        kv = KVCache(KVShape.of(config, 1, 32, torch.float32, stage=model.build.stage), CPU)
+        kv.allocate(4)
+        with pytest.raises(ValueError, match="cuda") if count > 1 else nullcontext():
+            sets._capture_prompts(model, kv, cast(CapturePool, None))
+    assert len(caplog.records) == 1
+
+
+def test_a_decode_step_that_a_graph_may_hold_is_not_cut_into_parts(tmp_path: Path) -> None:
+    """Rank 0 draws from its graph of the whole step, before it would look for parts."""
+    write_tiny(tmp_path, "qwen3")
+    config, cut = ModelConfig.from_directory(tmp_path), list[int]()
+
+    def in_turn(parts: list[ForwardBatch], kv: object) -> torch.Tensor:
+        cut.append(len(parts))
+        return torch.zeros(sum(len(part.logit_rows) for part in parts), 1)
+
+    for wanted in (True, False):
+        rank: Any = SimpleNamespace(
+            device=CPU, stage=Stage(1, 2), model_config=config, kv=SimpleNamespace(layers=[]),
+            _graphs=SimpleNamespace(wanted=wanted), _to_device=lambda part: part,
+        )  # fmt: skip
+        policy: Any = SimpleNamespace(in_turn=in_turn)
+        assert (
+            ModelRunner._in_parts(rank, policy, _batch(300, contexts=(5,) * 300)) is None
+        ) == wanted
+    assert cut == [4]
+
+
+def _stage(config: ModelConfig, index: int, count: int) -> Model:
+    meta = torch.device("meta")
+    return build_model(config, TensorParallel(), torch.float32, meta, stage=Stage(index, count))
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

@@ -25,6 +25,7 @@ from rollout.engine.steps.batch import decode_batch, with_drawn
 from rollout.engine.steps.draft_batch import DraftBatch
 from rollout.engine.visuals.encoder_cache import EncodedVisuals
 from rollout.engine.worker.draft_runner import DraftParts, DraftRunner
+from rollout.engine.worker.graphs.decode_inputs import is_decode
 from rollout.engine.worker.graphs.graph_sets import GraphSets, Part
 from rollout.engine.worker.head_runner import HeadRunner
 from rollout.engine.worker.held_component import HeldComponent, head_behind
@@ -308,6 +309,8 @@ class ModelRunner:
         if batch.positions.dim() > 1:  # something is seen, of which other stages are not told
             return None
         assert batch.visual is None
+        if self._graphs.wanted and is_decode(batch):
+            return None  # rank 0 may have replayed a graph of all of it
         stops = [tokens * index // count for index in range(count + 1)]
         parts = [batch.part(start, stop) for start, stop in pairwise(stops)]
         states = policy.in_turn(list(map(self._to_device, parts)), self.kv.layers)

@@ -68,7 +68,7 @@ class GraphSets:
         prompts = self.wanted and fits and own.captures_prompts
         self._shapes = prefill_shapes(most, config.max_num_seqs) if prompts else ()
         self._hidden = arch.hidden_size * own.build.dtype.itemsize
-        self._vocab, self._ranks = arch.vocab_size, model.tp.size
+        self._vocab, self._ranks = arch.vocab_size, model.tp.size * model.build.stage.count
         beside = _adapters_of(own)
         self._parts = CapturedParts(
             states=bool(arch.recurrent_layers),
