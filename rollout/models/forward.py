@@ -15,6 +15,11 @@ class VisualRows:
     rows: Tensor  # [parts] int64, of the step's tokens
     features: Tensor  # [parts, 1 + levels, hidden]: embeddings, what is added behind early blocks
 
+    @classmethod
+    def none(cls, hidden: int, dtype: torch.dtype, device: torch.device) -> VisualRows:
+        rows = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(rows, torch.empty(0, 1, hidden, dtype=dtype, device=device))
+
 
 @dataclass(slots=True)
 class ChosenTokens:

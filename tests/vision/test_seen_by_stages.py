@@ -45,6 +45,18 @@ def test_images_and_long_texts_are_as_before_one_stage_and_updates_reach_the_tow
     assert found[0] == found[1]
 
 
+def test_a_long_step_may_end_with_the_first_row_of_an_image(tmp_path: Path) -> None:
+    """The places of that token, in time and in both directions, are one number."""
+    write_vision(tmp_path, "qwen2_5_vl", num_hidden_layers=6)
+    prompt, found = [*(7 * n % 300 for n in range(126)), START, PAD, END, 9, 8], []
+    for stages in (1, 2):
+        settings = {**SETTINGS, "max_num_batched_tokens": 128, "pipeline_parallel_size": stages}
+        with Rollout(tmp_path, **settings) as engine:
+            [output] = engine.generate([prompt], GREEDY, images=[[picture(3)]])
+            found.append((output.outputs[0].token_ids, output.outputs[0].logprobs.raw))
+    assert found[0] == found[1]
+
+
 def test_a_first_stage_without_the_layers_that_see_is_refused(tmp_path: Path) -> None:
     write_vision(tmp_path)
     words = "the first 2 layers of Qwen3VLForConditionalGeneration are told what is seen"

@@ -189,7 +189,7 @@ class ModelRunner:
             if "previous_rows" in tensors:
                 drawn = None if drawn is None else self._of_rank_0(drawn)
                 batch = with_drawn(batch, tensors, drawn)
-            if "visuals" in args and self.stage.is_first:
+            if "visuals" in args:
                 pixels = tensors.get("pixels")
                 batch = replace(batch, visual=self._visual(model, args["visuals"], pixels))
             self.states.copy(tensors.get("state_restores"))
@@ -306,9 +306,8 @@ class ModelRunner:
         count = min(2 * self.stage.count, tokens // each) if self.stage.count > 1 else 1
         if count < 2 or batch.adapter_rows is not None or self.model_config.labels:
             return None
-        if batch.positions.dim() > 1:  # something is seen, of which other stages are not told
+        if batch.visual is not None:
             return None
-        assert batch.visual is None
         if self._graphs.wanted and is_decode(batch):
             return None  # rank 0 may have replayed a graph of all of it
         stops = [tokens * index // count for index in range(count + 1)]
@@ -337,7 +336,10 @@ class ModelRunner:
         return max(_LOGITS // self.model_config.vocab_size, self.config.max_num_seqs)
 
     def _visual(self, model: Model, plan: Mapping[str, Any], pixels: Tensor | None) -> VisualRows:
+        """On later stages, which have no tower, none: they know that something is seen."""
         policy = model.policy
+        if not self.stage.is_first:
+            return VisualRows.none(policy.config.hidden_size, self.dtype, self.device)
         assert isinstance(policy, VisionCausalLM)
         if pixels is not None:
             pixels = to_device(pixels, self.device)
