@@ -44,6 +44,7 @@ class WorkerExtension:
     def model(self) -> nn.Module:
         """What is live now, this rank's part: look it up in each call, and only read. An update
         may bring another instance, and what else is written to this one no digest vouches for.
+        Where another stage of a pipeline has a module, this one has parameters of no elements.
         """
         return self._bound[1].instances.live.owner
 
