@@ -7,7 +7,8 @@ and a head that is tied to the embedding lies once.
     ids -> stage 0: embedding, layers -> stage 1: layers -> ... -> stage 0: norm, head -> logits
 
 Ranks are numbered stage by stage; those of equal places in their stages are a ring of their own, as
-the states are whole on every rank of a stage.
+the states are whole on every rank of a stage. What decides how a step runs (in parts, captured)
+has to be the same on all of them.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Stage:
                 self.links[giver] = join(pair, rank, f"stage-{giver}-{at}")
 
     def give(self, *tensors: Tensor) -> None:
-        """Send to the stage behind this one, which takes as many in the same order. They are to be
-        left as they are until ``settle``: the other stage may be busy until then.
+        """Send to the stage behind this one, which takes as many in the same order. Nothing may be
+        written to them until ``settle``: the other stage may be busy until then.
         """
         self._under_way += [self._bring(self.index, tensor) for tensor in tensors if tensor.numel()]
 

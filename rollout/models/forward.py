@@ -95,6 +95,8 @@ class ForwardBatch:
         """Of a batch on the CPU in which nothing is seen or adapted: its tokens ``start:stop``, and
         of ``logit_rows`` those among them, in their order. What comes before has to run first.
         """
+        uncut = self.visual, self.adapter_rows, self.before, self.lasting_slots
+        assert all(each is None for each in uncut)
         ends = self.query_starts[1:].clamp(start, stop)
         starts = self.query_starts[:-1].clamp(start, stop)
         held = ends > starts
