@@ -17,7 +17,7 @@ from rollout.models.causal_lm import CausalLM
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
-TP2 = pytest.param(2, marks=pytest.mark.more)
+TP2 = pytest.param((2, 1), marks=pytest.mark.more)
 LONG = SamplingParams(n=3, temperature=0.9, seed=11, max_tokens=300, ignore_eos=True)
 
 
@@ -58,7 +58,7 @@ def in_background(fn: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, found
 
 
-@pytest.mark.parametrize("engine", [1, TP2], ids=["tp1", "tp2"], indirect=True)
+@pytest.mark.parametrize("engine", [(1, 1), TP2], ids=["tp1", "tp2"], indirect=True)
 def test_pinned_and_new_requests_have_the_bits_of_their_own_weights(
     engine, fresh, checkpoints
 ) -> None:
@@ -89,7 +89,7 @@ def test_pinned_and_new_requests_have_the_bits_of_their_own_weights(
     assert outcome(engine) == fresh["a"]
 
 
-@pytest.mark.parametrize("engine", [1, TP2], ids=["tp1", "tp2"], indirect=True)
+@pytest.mark.parametrize("engine", [(1, 1), TP2], ids=["tp1", "tp2"], indirect=True)
 def test_the_next_update_waits_for_the_pins_or_their_fallback(engine, fresh, checkpoints) -> None:
     begun = standing_still(lambda: Begun(engine), engine, running=3)
     engine.update_weights(checkpoints["b"], in_flight="pin", timeout=20)
@@ -113,7 +113,7 @@ def test_the_next_update_waits_for_the_pins_or_their_fallback(engine, fresh, che
     assert outcome(engine) == fresh["a"]
 
 
-@pytest.mark.parametrize("engine", [1, TP2], ids=["tp1", "tp2"], indirect=True)
+@pytest.mark.parametrize("engine", [(1, 1), TP2], ids=["tp1", "tp2"], indirect=True)
 def test_a_rollback_takes_pins_along_at_its_deadline(engine, fresh, checkpoints) -> None:
     begun = standing_still(lambda: Begun(engine), engine, running=3)
     engine.update_weights(checkpoints["b"], in_flight="pin", pin_fallback="abort", timeout=20)
@@ -147,7 +147,7 @@ def test_killed_pins_free_their_instance_and_updates_leave_nothing_behind(checkp
         assert stats.weight_updates_total == 4
 
 
-@pytest.mark.parametrize("engine", [1, TP2], ids=["tp1", "tp2"], indirect=True)
+@pytest.mark.parametrize("engine", [(1, 1), TP2], ids=["tp1", "tp2"], indirect=True)
 def test_where_two_versions_cannot_run_a_pin_is_refused_with_the_remedy(engine, checkpoints):
     live = engine.weight_version
     with pytest.raises(ConfigError, match='use staging="device"'):

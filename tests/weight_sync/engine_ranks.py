@@ -168,7 +168,7 @@ class Engine:
                 schemes=held_as(grid, quantized),
             ),
             device="cpu",
-            num_ranks=size,
+            tensor_parallel_size=size,
             undo=undo,
             quantized=quantized,
             grid=grid,

@@ -29,7 +29,7 @@ class ServedWeights:
     devices: tuple[str, ...] = ()
     reaches: tuple[str, ...] = ()
     tensor_parallel_size: int
-    pipeline_parallel_size: int
+    pipeline_parallel_size: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
     undo: str = "shadow"
     staging: str = "auto"
