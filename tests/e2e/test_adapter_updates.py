@@ -68,7 +68,7 @@ def base(tmp_path_factory) -> Path:
     params=[
         pytest.param({}, id="tp1"),
         pytest.param({"tensor_parallel_size": 2}, id="tp2", marks=pytest.mark.more),
-        pytest.param({"pipeline_parallel_size": 2}, id="pp2", marks=pytest.mark.more),
+        pytest.param({"pipeline_parallel_size": 2}, id="pp2", marks=pytest.mark.soak),
     ],
 )
 def engine(request, base) -> Iterator[Rollout]:

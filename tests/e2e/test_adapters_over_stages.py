@@ -291,7 +291,7 @@ def test_ranks_of_a_trainer_send_it_to_the_stages_that_hold_it(engines, base, tm
     [
         ("qwen3_moe", {}, {}),
         *(
-            pytest.param(*each, marks=pytest.mark.more)
+            pytest.param(*each, marks=pytest.mark.soak)
             for each in (
                 ("qwen3_moe", {"tp": 2}, {}),
                 ("qwen3_moe", {"tp": 2, "pipeline_parallel_size": 3}, {"expert_parallel": True}),

@@ -41,7 +41,7 @@ def steps(model, sequences):
 
 @pytest.mark.parametrize(
     "arch",
-    [*KINDS, *(pytest.param(a, marks=pytest.mark.more) for a in OTHERS if a not in KINDS)],
+    [*KINDS, *(pytest.param(a, marks=pytest.mark.soak) for a in OTHERS if a not in KINDS)],
 )
 def test_every_architecture_gives_the_bits_of_one_stage(tmp_path, arch):
     weights = write_tiny(tmp_path, arch).state_dict()
