@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rollout.distributed.stage import Stage
-from rollout.models.decoder.absent import taking_nothing
 from rollout.models.forward import ForwardBatch, LayerKV
 from rollout.models.layers.base import Build
 from rollout.models.model import Model
 from rollout.models.weight_io.table import ParamSpec
-from rollout.weights import PLAIN
+from rollout.weights import PLAIN, WeightSlot
 
 _NOTHING = "away"  # the one parameter, of no elements
 
@@ -33,7 +32,7 @@ class AwayModel(Model):
         self.table = replace(
             there.table,
             slots={
-                name: (taking_nothing(slots[0], _NOTHING),)
+                name: (WeightSlot.of_nothing(name, slots[0].shape, _NOTHING),)
                 for name, slots in there.table.slots.items()
             },
             params={_NOTHING: ParamSpec((0,), PLAIN)},

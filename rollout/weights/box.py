@@ -36,6 +36,11 @@ class Box:
     def full(cls, shape: Shape) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
+    @classmethod
+    def empty(cls, dims: int) -> Box:
+        """Of no elements, in so many dimensions."""
+        return cls((0,) * dims, (0,) * dims)
+
     @property
     def shape(self) -> Shape:
         return tuple(map(sub, self.stops, self.starts))

@@ -106,3 +106,10 @@ class WeightSlot:
     take: Box
     param: Text
     put: Box
+
+    @classmethod
+    def of_nothing(cls, source: Text, shape: Shape, param: Text, dims: int = 1) -> WeightSlot:
+        """Of a source that is known here and not kept: ``param`` has ``dims`` dimensions, and no
+        elements.
+        """
+        return cls(source, shape, Box.empty(len(shape)), param, Box.empty(dims))

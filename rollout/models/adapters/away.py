@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout.models.adapters.model import Declared
 from rollout.models.weight_io.table import ParamSpec
-from rollout.weights import PLAIN, Box, Shape, WeightSlot
+from rollout.weights import PLAIN, Shape, WeightSlot
 from rollout.weights.adapters import AdapterSpec
 
 
@@ -58,15 +58,10 @@ class AdaptedAway:
     def declare(self, name: str, spec: AdapterSpec) -> Declared:
         """Of each tensor a slot that takes nothing."""
         slots = [
-            WeightSlot(source, shape, _nothing(len(shape)), name, _nothing(1))
+            WeightSlot.of_nothing(source, shape, name)
             for module, of in spec.modules.items()
             if module in self.shapes
             for source, shape in of.tensors(module, self.shapes[module]).items()
         ]
         none = torch.empty(0, device=self.scales.device)
         return Declared(slots=slots, params={name: ParamSpec((0,), PLAIN)}, storages={name: none})
-
-
-def _nothing(rank: int) -> Box:
-    zeros = (0,) * rank
-    return Box(zeros, zeros)

@@ -10,7 +10,7 @@ from torch import nn
 
 from rollout.models.layers.base import Build, Layer
 from rollout.models.weight_io.table import DeclaresWeights
-from rollout.weights import PLAIN, Box, WeightSlot
+from rollout.weights import PLAIN, WeightSlot
 
 # Parameters of no elements: of the tensors that are held as they are, and as codes.
 _WHOLE, _CODES = "absent", "absent_codes"
@@ -44,8 +44,8 @@ class Absent(Layer):
                 beside = self.away.get_submodule(owner.removeprefix(prefix).removeprefix("."))
                 coded = isinstance(beside, Layer) and beside.specs[held].scheme is not None
                 param = _CODES if coded else _WHOLE
-                found[slot.source] = taking_nothing(
-                    slot, f"{prefix}.{param}", len(self.specs[param].shape)
+                found[slot.source] = WeightSlot.of_nothing(
+                    slot.source, slot.shape, f"{prefix}.{param}", len(self.specs[param].shape)
                 )
         return list(found.values())
 
@@ -53,9 +53,3 @@ class Absent(Layer):
 def of_first_stage(build: Build, make: Callable[[Build], nn.Module]) -> nn.Module:
     """What ``make`` builds, on the ranks of the first stage."""
     return make(build) if build.stage.is_first else Absent(build, make)
-
-
-def taking_nothing(slot: WeightSlot, param: str, rank: int = 1) -> WeightSlot:
-    """The same source, of which a parameter of so many dimensions, and no elements, has nothing."""
-    none, put = (Box((0,) * count, (0,) * count) for count in (len(slot.shape), rank))
-    return replace(slot, take=none, param=param, put=put)
