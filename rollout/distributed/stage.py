@@ -63,17 +63,17 @@ class Stage:
                 rank = int(self.index == taker)
                 self.links[giver] = join(pair, rank, f"stage-{giver}-{at}")
 
-    def give(self, *tensors: Tensor) -> None:
-        """Send to the stage behind this one, which takes as many in the same order. Nothing may be
-        written to them until ``settle``: the other stage may be busy until then.
+    def give(self, tensor: Tensor) -> None:
+        """Send to the stage behind this one, which takes what it is given in the same order.
+        Nothing may be written there until ``settle``: the other stage may be busy until then.
         """
-        self._under_way += [self._bring(self.index, tensor) for tensor in tensors if tensor.numel()]
+        if tensor.numel():
+            self._under_way.append((self._bring(self.index, tensor), tensor))
 
-    def take(self, *tensors: Tensor) -> None:
-        """Receive from the stage before this one, into ``tensors``."""
-        for tensor in tensors:
-            if tensor.numel():
-                self._bring((self.index - 1) % self.count, tensor)[0].wait()
+    def take(self, tensor: Tensor) -> None:
+        """Receive from the stage before this one, into ``tensor``."""
+        if tensor.numel():
+            self._bring((self.index - 1) % self.count, tensor).wait()
 
     def settle(self) -> None:
         """Wait until all that was given has been sent."""
@@ -81,12 +81,12 @@ class Stage:
         for work, _ in under_way:
             work.wait()
 
-    def _bring(self, giver: int, tensor: Tensor) -> tuple[Any, Tensor]:
+    def _bring(self, giver: int, tensor: Tensor) -> Any:
         """A broadcast in a group of two: its communicator is there before the first step, where
         NCCL makes one for a pair that sends when it first does.
         """
         assert tensor.is_contiguous()
-        return self.links[giver].broadcast(tensor.view(torch.uint8), 0), tensor
+        return self.links[giver].broadcast(tensor.view(torch.uint8), 0)
 
 
 def place_of(rank: int, tp_size: int, stages: int) -> tuple[TensorParallel, Stage]:

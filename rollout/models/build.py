@@ -166,15 +166,15 @@ def check_stages(config: ModelConfig, count: int) -> None:
         "runs by modules that are not rollout's own": config.hf_values is not None,
         "has an index of tokens that layers share": bool(config.indexed_layers),
     }
+    if found := [reason for reason, is_so in reasons.items() if is_so]:
+        raise ConfigError(
+            f"{what}: {config.architecture} {found[0]}; use tensor_parallel_size alone"
+        )
     vision, first = config.vision, stage_layers(config, Stage(0, count))
     if vision is not None and vision.levels > len(first):
         raise ConfigError(
             f"{what}: the first {vision.levels} layers of {config.architecture} are told what is "
             f"seen, and the first stage has {len(first)}; use fewer stages"
-        )
-    if found := [reason for reason, is_so in reasons.items() if is_so]:
-        raise ConfigError(
-            f"{what}: {config.architecture} {found[0]}; use tensor_parallel_size alone"
         )
 
 

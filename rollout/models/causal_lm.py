@@ -173,21 +173,28 @@ class CausalLM(Model):
                 of_first.append(here)
                 here = None
             self.handed_on.give(batch, x, residual, chosen, here)
-        if not stage.is_first:
-            stage.settle()
-            return x.new_empty(sum(len(batch.logit_rows) for batch in parts), x.shape[1])
-        states = []
-        for batch, here in zip(parts, of_first, strict=True):
-            tokens, rows, kept = len(batch.input_ids), batch.logit_rows, batch.hidden_pages
-            whole = self.handed_on.gives_all
-            x, residual, chosen = self.handed_on.take(tokens if whole else len(rows), tokens)
-            batch.keep_experts(here, chosen)
-            x, _ = self.model.last_norm.add(x, residual)
-            if kept is not None:
-                kept.keep(batch, x)
-            states.append(x[rows] if whole else x)
+        if stage.is_first:
+            found = [
+                self._back(*each, self.handed_on) for each in zip(parts, of_first, strict=True)
+            ]
+            states = found[0] if len(found) == 1 else torch.cat(found)
+        else:
+            states = x.new_empty(sum(len(batch.logit_rows) for batch in parts), x.shape[1])
         stage.settle()
-        return states[0] if len(states) == 1 else torch.cat(states)
+        return states
+
+    def _back(self, batch: ForwardBatch, here: Tensor | None, handed_on: HandedOn) -> Tensor:
+        """The hidden states of a part that is back from the last stage. ``here``: what its tokens
+        were routed to by the first one.
+        """
+        tokens, rows, kept = len(batch.input_ids), batch.logit_rows, batch.hidden_pages
+        whole = handed_on.gives_all
+        x, residual, chosen = handed_on.take(tokens if whole else len(rows), tokens)
+        batch.keep_experts(here, chosen)
+        x, _ = self.model.last_norm.add(x, residual)
+        if kept is not None:
+            kept.keep(batch, x)
+        return x[rows] if whole else x
 
     def _entered(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden]: embeddings, and what is seen in their places."""

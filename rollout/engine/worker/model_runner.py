@@ -302,14 +302,16 @@ class ModelRunner:
         """The hidden states of a step that keeps several stages of a pipeline busy at a time, each
         with another part of its tokens; None where it has too few.
         """
-        tokens, each = len(batch.input_ids), _PART_TOKENS[self.device.type]
-        count = min(2 * self.stage.count, tokens // each) if self.stage.count > 1 else 1
-        if count < 2 or batch.adapter_rows is not None or self.model_config.labels:
+        if self.stage.count == 1 or self.model_config.labels:
             return None
-        if batch.visual is not None:
+        if batch.adapter_rows is not None or batch.visual is not None:
             return None
         if self._graphs.wanted and is_decode(batch):
             return None  # rank 0 may have replayed a graph of all of it
+        tokens = len(batch.input_ids)
+        count = min(2 * self.stage.count, tokens // _PART_TOKENS[self.device.type])
+        if count < 2:
+            return None
         stops = [tokens * index // count for index in range(count + 1)]
         parts = [batch.part(start, stop) for start, stop in pairwise(stops)]
         states = policy.in_turn(list(map(self._to_device, parts)), self.kv.layers)

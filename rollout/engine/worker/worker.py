@@ -70,7 +70,6 @@ class Worker:
         self.stage = stage or Stage()
         self.rank, self.size = self.stage.rank(tp), self.stage.count * tp.size
         self.device = device or _own_device(choose_device(config.device), self.rank)
-        self._joined = False
         self.version = 0
         self._before: int | None = None  # the version before the last commit, while it is there
         self._runner: ModelRunner | None = None
@@ -188,7 +187,8 @@ class Worker:
             found = ResolvedModel.of(config)
             found.config.check_tensor_parallel(self.tp.size, config.expert_parallel)
             check_dtype(self.device, found.dtype_of(config))
-            if args.get("rendezvous") is not None and not self._joined:
+            joined = self.tp.group is not None or bool(self.stage.links)
+            if args.get("rendezvous") is not None and not joined:
                 self._join(args["rendezvous"])
             if self.rank not in args.get("ranks", (self.rank,)):
                 return {}
@@ -404,7 +404,6 @@ class Worker:
             tp.group = group
         if self.stage.count > 1:
             self.stage.connect(join, where, tp.rank)
-        self._joined = True
 
     @staticmethod
     def _plain(run: Callable[[Args], dict[str, Any]]) -> Callable[[Args, Tensors], Reply]:
